@@ -1,0 +1,186 @@
+"""What is asked of the pool and what comes back: frozen nouns. Tensors are CPU tensors; the wire turns them into mapped buffers.
+
+Latents here are in VAE space, as ComfyUI's LATENT is; the worker normalises them for the model (DESIGN: models/geometry).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from .errors import InvalidJob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .plan import Plan
+    from .sampling import SolverTable
+
+
+class Stage(str, Enum):
+    """Where a job is. Its trajectory is WAITING, LOADING, DENOISING, DECODING, DONE; FAILED and CANCELLED end it too."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    ENCODING = "encoding"
+    DENOISING = "denoising"
+    DECODING = "decoding"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Files of one network: the key under which it is resident in a rank.
+
+    family: name in the registry of models/. part: "transformer", "vae" or "text". path: absolute file or folder.
+    dtype: "default" (the file's own; float32 on the CPU), "bf16", "fp16" or "fp32".
+    """
+
+    family: str
+    part: str
+    path: str
+    dtype: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a family's latents relate to frames: channels, spatial and temporal factors, patch (t, h, w), text width and length.
+
+    `mean` and `std` (one per channel) take VAE space to model space: (x - mean) / std.
+    """
+
+    channels: int
+    spatial: int
+    temporal: int
+    patch: tuple[int, int, int]
+    text_width: int
+    text_tokens: int
+    num_heads: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def num_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens of a latent [B, C, T, h, w] after padding h and w to the patch (as core pads)."""
+        sizes = zip(latent_shape[-3:], self.patch, strict=True)
+        counts = [-(-size // patch) for size, patch in sizes]
+        return counts[0] * counts[1] * counts[2]
+
+    def num_frames(self, latent_frames: int) -> int:
+        """Frames that decode from `latent_frames` latent frames: the first gives one, the others `temporal` each."""
+        return (latent_frames - 1) * self.temporal + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model as a person picked it: files, and what is known from their headers without loading weights."""
+
+    name: str
+    geometry: Geometry
+    transformer: Weights
+    vae: Weights | None = None
+    text: Weights | None = None
+    shift: float = 1.0
+    vocabulary: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextRequest:
+    """Texts to encode; the result is a list of float32 [1, L, D] tensors with zeros after each text's tokens."""
+
+    weights: Weights
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Spatial tiling of a decode in pixels; None anywhere means one piece."""
+
+    tile: int = 512
+    overlap: int = 64
+    temporal_tile: int = 64
+    temporal_overlap: int = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRequest:
+    """A latent [1, C, T, h, w] float32 in VAE space -> frames float32 [F, H, W, 3] in 0..1."""
+
+    weights: Weights
+    geometry: Geometry
+    latent: Tensor
+    tiling: Tiling | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeRequest:
+    """Frames float32 [F, H, W, 3] in 0..1 -> latent float32 [1, C, T, h, w] in VAE space (mode of the posterior)."""
+
+    weights: Weights
+    geometry: Geometry
+    frames: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One clip to denoise.
+
+    positive, negative: text embeddings float32 [1, L, D] (negative None = one guidance branch).
+    latent, noise: float32 [1, C, T, h, w]; latent in VAE space, noise unit normal. noises: further draws the solver wants.
+    decode: when set, the pool decodes right after the last step, into the same ticket's frames.
+    """
+
+    files: ModelFiles
+    positive: Tensor
+    negative: Tensor | None
+    latent: Tensor
+    noise: Tensor
+    table: SolverTable
+    cfg: float
+    seed: int
+    noises: tuple[Tensor, ...] = ()
+    decode: Weights | None = None
+    tiling: Tiling | None = None
+    plan: Plan | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        geometry = self.files.geometry
+        if self.latent.dim() != 5 or self.latent.shape[0] != 1:
+            raise InvalidJob(f"a job's latent is [1, C, T, h, w], not {list(self.latent.shape)}")
+        if self.latent.shape[1] != geometry.channels:
+            raise InvalidJob(f"the latent has {self.latent.shape[1]} channels and {self.files.name} needs "
+                             f"{geometry.channels}; use the empty-latent node of this model's family")
+        for name, text in (("positive", self.positive), ("negative", self.negative)):
+            if text is not None and (text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != geometry.text_width):
+                raise InvalidJob(f"{name} must be a text embedding [1, L, {geometry.text_width}] of {self.files.name}'s own "
+                                 f"text encoder, not {list(text.shape)}")
+
+    @property
+    def branches(self) -> int:
+        """Evaluations of one model call: 2 with guidance, 1 at cfg 1 (the negative is skipped, as core does)."""
+        return 1 if self.negative is None or self.cfg == 1.0 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a job is now, for a progress bar: `done` of `total` units of this stage, and a sentence."""
+
+    stage: Stage
+    done: int = 0
+    total: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank did and when: seconds of the monotonic clock, which all processes of a host share."""
+
+    rank: int
+    name: str
+    job: str
+    start: float
+    end: float

@@ -1,0 +1,277 @@
+"""One frozen dataclass a message, both directions, and the codec: JSON tagged by class name, no pickle.
+
+Tensors never travel in a frame: a `TensorRef` names one of the file descriptors that accompany the frame (wire.buffer).
+Host to rank: Join Load Unload Encode Open Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded Encoded
+Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked Reaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..errors import OutOfStep
+from ..job import Geometry, Span, Tiling, Weights
+from ..plan import Group, Plan
+from ..sampling import Row, SolverTable
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor in a mapped buffer: `fd` is its place among the descriptors of the frame, `offset` in bytes."""
+
+    fd: int
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Fork one rank; its socket comes as the frame's only descriptor."""
+
+    rank: int
+    world: int
+    generation: int
+    device: str
+    rendezvous: str
+    ping_deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The launcher has imported everything and waits."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    rank: int
+    generation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """A rank's process ended: `status` as os.waitstatus_to_exitcode gives it (negative = signal)."""
+
+    rank: int
+    generation: int
+    pid: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has its device and its world. `memory` bytes free on the device (0 on the CPU)."""
+
+    rank: int
+    generation: int
+    pid: int
+    device: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make a network resident. `buffer` (host-made, shared by all ranks) holds a converted copy: the `writer` fills it."""
+
+    seq: int
+    weights: Weights
+    buffer: TensorRef | None
+    writer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    rank: int
+    weights: Weights
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    seq: int
+    weights: tuple[Weights, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Text encode on one rank; answered by Encoded with one descriptor that holds all embeddings."""
+
+    seq: int
+    job: str
+    weights: Weights
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    rank: int
+    job: str
+    tensors: tuple[TensorRef, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prepare a clip on the denoise ranks: allocate, map inputs. `kept` is the kept latent (wire.buffer.KeptLatent);
+    `first_step` > 0 resumes from what it holds. Answered by Opened."""
+
+    seq: int
+    job: str
+    weights: Weights
+    geometry: Geometry
+    plan: Plan
+    table: SolverTable
+    cfg: float
+    positive: TensorRef
+    negative: TensorRef | None
+    latent: TensorRef
+    noise: TensorRef
+    noises: tuple[TensorRef, ...]
+    kept: TensorRef
+    first_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOpen:
+    """Prepare a decode on one rank. `latent` is finished and in VAE space; frames go to `frames` float32 [F, H, W, 3]."""
+
+    seq: int
+    job: str
+    weights: Weights
+    geometry: Geometry
+    latent: TensorRef
+    frames: TensorRef
+    tiling: Tiling | None
+
+
+@dataclass(frozen=True, slots=True)
+class VaeEncode:
+    """Encode frames to a latent on one rank, in one piece; answered by Encoded with the latent."""
+
+    seq: int
+    job: str
+    weights: Weights
+    geometry: Geometry
+    frames: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All that the job needs on this rank is allocated; `units` = steps or decode pieces that leases will count."""
+
+    rank: int
+    job: str
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Do units [first, last) of an open job: solver steps of a clip, or pieces of a decode."""
+
+    seq: int
+    job: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDone:
+    """`frames` finished so far (decode only)."""
+
+    rank: int
+    job: str
+    last: int
+    spans: tuple[Span, ...]
+    frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget a job."""
+
+    seq: int
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The job is at fault (or its files, or memory for it); this rank is fine."""
+
+    rank: int
+    job: str
+    error: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This rank is lost: an exception that nobody expected, or a broken exchange."""
+
+    rank: int
+    error: str
+    text: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End politely."""
+
+
+Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | DecodeOpen | VaeEncode
+           | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
+
+MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
+NOUNS: tuple[type, ...] = (TensorRef, Weights, Geometry, Plan, Group, SolverTable, Row, Tiling, Span)
+
+
+def encode(message: Message) -> bytes:
+    """The JSON of a message, tagged by its class."""
+    body = {"type": type(message).__name__, "body": dataclasses.asdict(message)}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(frame: bytes) -> Message:
+    """The message of a frame. OutOfStep if its class is not one of this module's."""
+    data = json.loads(frame)
+    cls = MESSAGES.get(data.get("type"))
+    if cls is None:
+        raise OutOfStep(f"unknown message {data.get('type')!r}")
+    return _build(cls, data["body"])
+
+
+def _build(cls: type, data: dict[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    return cls(**{name: _value(hints[name], value) for name, value in data.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """Rebuilds tuples and nested nouns from JSON by the field's type."""
+    if value is None:
+        return None
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        return tuple(_value(arg, item) for arg, item in zip(inner, value, strict=True))
+    return _build(hint, value) if hint in NOUNS else value
