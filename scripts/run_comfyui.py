@@ -22,13 +22,15 @@ class DeclareTorchvisionOps(importlib.abc.MetaPathFinder):
     """Declares torchvision's native operators at the first import of torchvision, if its own library cannot."""
 
     def __init__(self) -> None:
+        self.asked = False
         self.library: object | None = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Never finds anything; it only uses the moment before torchvision is found."""
-        if name == "torchvision" and self.library is None:
+        if name == "torchvision" and not self.asked:
+            self.asked = True  # first: importing torch looks for torchvision as well
             self.library = declare_ops()
         return None
 
@@ -61,8 +63,9 @@ def declare_ops() -> object | None:
 
 
 def install_torchvision_hook() -> None:
-    """Put the hook in front of the import system; a second call changes nothing."""
-    if not any(isinstance(finder, DeclareTorchvisionOps) for finder in sys.meta_path):
+    """Put the hook in front of the import system; a second call changes nothing, nor one from a copy of this module
+    (`.venv` loads it once for each time that site reads the .pth file made by setup.py)."""
+    if DeclareTorchvisionOps.__name__ not in (type(finder).__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, DeclareTorchvisionOps())
 
 
