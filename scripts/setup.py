@@ -47,7 +47,7 @@ def install_venv_module() -> None:
 def make_venv() -> None:
     """Create `.venv` with pip in it."""
     if sys.version_info < OLDEST:
-        raise SystemExit(f"Python {sys.version.split()[0]} is too old: use 3.10 or newer (make setup PYTHON=python3.11).")
+        raise SystemExit(f"Python {sys.version.split()[0]} is too old; 3.10 or newer: make setup PYTHON=python3.11")
     if importlib.util.find_spec("ensurepip") is None:
         install_venv_module()
     run(sys.executable, "-m", "venv", VENV)
