@@ -1,0 +1,41 @@
+"""From the `devices` setting to the list of ranks, in the host: counts GPUs, touches none."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ..errors import InvalidJob, SetupError
+
+CPU_RANKS = 3
+"""Ranks of "auto" on a machine without a GPU: two denoise, one decodes."""
+
+
+def resolve(devices: str) -> tuple[str, ...]:
+    """"auto", "cpu:N" or "gpu:0,gpu:1" -> one name a rank. InvalidJob for other texts, SetupError for absent GPUs."""
+    text = devices.replace(" ", "").lower()
+    if text == "auto":
+        count = torch.cuda.device_count()
+        return tuple(f"gpu:{i}" for i in range(count)) or tuple(f"cpu:{i}" for i in range(CPU_RANKS))
+    if match := re.fullmatch(r"cpu:([1-9]\d*)", text):
+        return tuple(f"cpu:{i}" for i in range(int(match[1])))
+    if re.fullmatch(r"gpu:\d+(,gpu:\d+)*", text):
+        return _gpus(tuple(text.split(",")))
+    raise InvalidJob(f"devices {devices!r} is none of 'auto', 'cpu:N' (N CPU ranks) and 'gpu:0,gpu:1'; nearest: 'auto'")
+
+
+def on_gpu(devices: tuple[str, ...]) -> bool:
+    """Whether these ranks are GPUs (a pool never mixes kinds)."""
+    return devices[0].startswith("gpu:")
+
+
+def _gpus(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise InvalidJob(f"devices {','.join(names)!r} names a GPU twice")
+    count = torch.cuda.device_count()
+    absent = [name for name in names if int(name[4:]) >= count]
+    if absent:
+        here = ", ".join(f"gpu:{i}" for i in range(count)) or "no GPU (use 'cpu:N')"
+        raise SetupError(f"devices: {', '.join(absent)} not found; this machine has {here}")
+    return names

@@ -1,0 +1,228 @@
+"""The door of the pool: submit a request from any thread, hold its ticket. One thread of its own drives everything.
+
+The pool starts with the first request and outlives prompts; `close` ends it, and so does the end of this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import JobError, PoolClosed, PoolError, Unplannable
+from ..job import DecodeRequest, EncodeRequest, Job, ModelFiles, Span, TextRequest
+from ..plan import Plan, shrink, split_groups
+from ..wire.buffer import KeptLatent
+from .content import job_key
+from .devices import resolve
+from .policies import Policy, fcfs
+from .pool import Pool
+from .scheduler import Scheduler
+from .tasks import ClipTask, DecodeTask, Task, TextTask, VaeEncodeTask
+from .ticket import Ticket
+
+Request = Job | TextRequest | DecodeRequest | EncodeRequest
+KEPT_LATENTS = 8
+POLL_SECONDS = 0.5
+
+log = logging.getLogger("pipedit")
+
+
+class Engine:
+    """One pool and its queue. Thread-safe. SetupError or InvalidJob at once for devices that are not there."""
+
+    def __init__(self, config: EngineConfig | None = None, policy: Policy = fcfs) -> None:
+        self.config = config or EngineConfig()
+        self.devices = resolve(self.config.devices)
+        self.groups = split_groups(self.config.split, len(self.devices))
+        self.pool = Pool(self.config, self.devices)
+        self.scheduler = Scheduler(self.pool, self.config, self._finished, policy)
+        self._kept: OrderedDict[str, KeptLatent] = OrderedDict()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._idle_since = time.monotonic()
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Ticket:
+        """Puts a request into the line and returns at once.
+
+        The ticket's result is, for a Job the final latent float32 [1, C, T, h, w] in VAE space (and with `decode` set,
+        `ticket.frames` is the ticket of the frames); for a DecodeRequest frames float32 [F, H, W, 3] in 0..1; for a
+        TextRequest a list of embeddings; for an EncodeRequest a latent. Raises Unplannable, StorageFull or PoolClosed.
+        """
+        with self._lock:
+            if self._closed:
+                raise PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
+            self._start()
+        ordinal = next(self._numbers)
+        task = self._task(request, ordinal)
+        self._post(lambda: self.scheduler.add(task))
+        return task.ticket
+
+    def plan(self, files: ModelFiles, latent_shape: tuple[int, ...], chunks: int = 1) -> Plan:
+        """The plan that a clip of this shape gets: the split's groups, cut where a clip is too small for them."""
+        geometry = files.geometry
+        plan = Plan(*self.groups, chunks=chunks)
+        return shrink(plan, geometry.num_tokens(latent_shape), geometry.num_heads)
+
+    def describe_plan(self, files: ModelFiles, latent_shape: tuple[int, ...]) -> str:
+        """The plan as a sentence with the devices' names."""
+        return f"{self.plan(files, latent_shape).sentence()}; devices: {', '.join(self.devices)}"
+
+    def status(self) -> dict[str, Any]:
+        """What the pool does now, ready for JSON."""
+        tasks = list(self.scheduler.tasks.values())
+        return {
+            "state": self.pool.state,
+            "devices": list(self.devices),
+            "generation": self.pool.generation,
+            "pids": list(self.pool.pids()),
+            "phases": {str(rank): self.pool.phase(rank) for rank in range(len(self.devices))},
+            "resident": self.scheduler.residence.summary(),
+            "tasks": [{"id": task.id, "kind": task.kind, "state": task.state, "done": task.done, "units": task.units,
+                       "ranks": list(task.ranks)} for task in tasks],
+        }
+
+    def spans(self, since: float = 0.0) -> list[Span]:
+        """What ranks did, in the order it was reported, from `since` (seconds of the monotonic clock) on."""
+        return [span for span in tuple(self.scheduler.spans) if span.end >= since]
+
+    def free(self) -> None:
+        """Unloads all weights as soon as nothing runs."""
+        self._post(self._free)
+
+    def close(self) -> None:
+        """Ends all tickets and all processes; idempotent."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self.pool.wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=20)
+        self.pool.close()
+
+    # -- making tasks -----------------------------------------------------------------------------------------------
+
+    def _task(self, request: Request, ordinal: int) -> Task:
+        if isinstance(request, Job):
+            return self._clip(request, ordinal)
+        ticket = self._ticket(f"{_kind(request)}-{ordinal}")
+        rank = self._decode_rank(ordinal)
+        if isinstance(request, DecodeRequest):
+            return DecodeTask(ticket, ordinal, request, rank)
+        if isinstance(request, TextRequest):
+            return TextTask(ticket, ordinal, request, rank)
+        return VaeEncodeTask(ticket, ordinal, request, rank)
+
+    def _clip(self, job: Job, ordinal: int) -> ClipTask:
+        plan = job.plan or self.plan(job.files, tuple(job.latent.shape))
+        plan.check(job.files.geometry.num_tokens(tuple(job.latent.shape)), job.files.geometry.num_heads)
+        if max(plan.ranks) >= len(self.devices):
+            raise Unplannable(f"the plan names rank {max(plan.ranks)} and the pool has ranks 0 to {len(self.devices) - 1}")
+        frames = self._ticket(f"frames-{ordinal}") if job.decode is not None else None
+        ticket = Ticket(f"clip-{ordinal}", self._cancel_later, frames)
+        ticket.plan = plan
+        return ClipTask(ticket, ordinal, job, plan, self._keep(job))
+
+    def _keep(self, job: Job) -> KeptLatent:
+        """The kept latent of this content: an earlier try's if there is one, so that the job goes on from it."""
+        key = job_key(job)
+        with self._lock:
+            kept = self._kept.pop(key, None)
+        if kept is None:
+            kept = KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
+        with self._lock:
+            self._kept[key] = kept
+            while len(self._kept) > KEPT_LATENTS:
+                self._kept.popitem(last=False)
+        return kept
+
+    def _ticket(self, name: str) -> Ticket:
+        return Ticket(name, self._cancel_later)
+
+    def _cancel_later(self, job: str) -> None:
+        self._post(lambda: self.scheduler.cancel(job))
+
+    def _decode_rank(self, ordinal: int) -> int:
+        ranks = self.groups[1].ranks
+        return ranks[ordinal % len(ranks)]
+
+    # -- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pipedit-engine", daemon=True)
+            self._thread.start()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self.pool.wake()
+
+    def _run(self) -> None:
+        try:
+            self.pool.start()
+            while not self._closed:
+                self._turn()
+            self.scheduler.fail_all(PoolClosed("the engine was closed"))
+        except PoolError as error:
+            log.error("the pool is down: %s", error)
+            with self._lock:
+                self._closed = True
+            self._run_commands()
+            self.scheduler.fail_all(error)
+        finally:
+            self.pool.close()
+
+    def _turn(self) -> None:
+        for event in self.pool.poll(POLL_SECONDS):
+            self.scheduler.handle(event)
+        self._run_commands()
+        self.scheduler.advance()
+        self.scheduler.check_deadlines()
+        self._free_when_idle()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _free_when_idle(self) -> None:
+        if not self.scheduler.idle:
+            self._idle_since = time.monotonic()
+        elif self.config.idle_timeout and time.monotonic() - self._idle_since > self.config.idle_timeout:
+            self._idle_since = time.monotonic()
+            self._free()
+
+    def _free(self) -> None:
+        if self.scheduler.idle and self.pool.state == "ready":
+            self.scheduler.residence.unload()
+
+    def _finished(self, task: Task, result: Any) -> None:
+        if isinstance(task, ClipTask) and task.job.decode is not None and task.ticket.frames is not None:
+            self._decode_next(task, result, task.ticket.frames)
+        task.ticket.succeed(result)
+
+    def _decode_next(self, task: ClipTask, latent: Any, ticket: Ticket) -> None:
+        """The decode of a finished clip takes the clip's place in the line."""
+        job = task.job
+        assert job.decode is not None
+        request = DecodeRequest(job.decode, job.files.geometry, latent, job.tiling, job.label)
+        try:
+            rank = task.plan.decode.ranks[task.ordinal % task.plan.decode.size]
+            self.scheduler.add(DecodeTask(ticket, task.ordinal, request, rank))
+        except JobError as error:
+            ticket.fail(error)
+
+
+def _kind(request: Request) -> str:
+    return {DecodeRequest: "decode", TextRequest: "text", EncodeRequest: "encode"}[type(request)]
+
+

@@ -1,0 +1,99 @@
+"""Which rank has which weights, and the shared buffers that hold converted copies of them.
+
+A network whose stored dtype is not the one it is computed in (16-bit files on the CPU) is converted once: the first rank
+writes the copy into a buffer that the host made, the others map it. Buffers outlive a rebuilt pool, so a restart
+converts nothing again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..job import Weights
+from ..loaders import converted_bytes
+from ..wire import buffer
+from ..wire.messages import Load, Loaded, TensorRef, Unload
+from .devices import on_gpu
+
+if TYPE_CHECKING:
+    from .scheduler import PoolLike
+
+
+class Residence:
+    """Loads on demand: `ensure` until it says True."""
+
+    def __init__(self, pool: PoolLike, next_seq: Callable[[], int]) -> None:
+        self._pool, self._next_seq = pool, next_seq
+        self._loaded: dict[tuple[int, Weights], int] = {}
+        self._loading: set[tuple[int, Weights]] = set()
+        self._buffers: dict[Weights, tuple[int, TensorRef] | None] = {}
+        self._filled: set[Weights] = set()
+
+    def has(self, rank: int, weights: Weights) -> bool:
+        return (rank, weights) in self._loaded
+
+    def ensure(self, weights: Weights, ranks: tuple[int, ...]) -> bool:
+        """Whether all ranks have the weights; asks those that do not, the buffer's writer first. LoadError, StorageFull."""
+        missing = [rank for rank in ranks if not self.has(rank, weights)]
+        if not missing:
+            return True
+        held = self._buffer(weights)
+        if held is None or weights in self._filled:
+            self._ask(weights, missing, held, writer=False)
+        elif not any(key == weights for _, key in self._loading):
+            self._ask(weights, missing[:1], held, writer=True)
+        return False
+
+    def loaded(self, rank: int, message: Loaded) -> None:
+        """A rank reports; a buffer is complete with its first report."""
+        self._loading.discard((rank, message.weights))
+        self._loaded[rank, message.weights] = message.num_bytes
+        self._filled.add(message.weights)
+
+    def refused(self, rank: int) -> set[Weights]:
+        """A rank could not load: what it was asked for."""
+        asked = {weights for other, weights in self._loading if other == rank}
+        self._loading = {entry for entry in self._loading if entry[0] != rank}
+        return asked
+
+    def forget(self) -> None:
+        """The ranks were forked anew: nothing is resident, full buffers stay."""
+        self._loaded.clear()
+        self._loading.clear()
+
+    def unload(self) -> None:
+        """Tells all ranks to drop everything, and drops the buffers."""
+        for rank in {rank for rank, _ in self._loaded}:
+            keys = tuple(weights for other, weights in self._loaded if other == rank)
+            self._pool.send(rank, Unload(self._next_seq(), keys))
+        self._loaded.clear()
+        for held in self._buffers.values():
+            if held is not None:
+                os.close(held[0])
+        self._buffers.clear()
+        self._filled.clear()
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Bytes by rank and network, for the status."""
+        table: dict[str, dict[str, int]] = {}
+        for (rank, weights), size in self._loaded.items():
+            table.setdefault(str(rank), {})[f"{weights.part}:{weights.path}"] = size
+        return table
+
+    def _buffer(self, weights: Weights) -> tuple[int, TensorRef] | None:
+        if weights not in self._buffers:
+            size = converted_bytes(weights, on_gpu=on_gpu(self._pool.devices))
+            self._buffers[weights] = buffer.allocate((size,), torch.uint8, "weights")[:2] if size else None
+        return self._buffers[weights]
+
+    def _ask(self, weights: Weights, ranks: list[int], held: tuple[int, TensorRef] | None, *, writer: bool) -> None:
+        for rank in ranks:
+            if (rank, weights) not in self._loading:
+                self._loading.add((rank, weights))
+                fds = () if held is None else (held[0],)
+                ref = None if held is None else buffer.at(held[1], 0)
+                self._pool.send(rank, Load(self._next_seq(), weights, ref, writer), fds)

@@ -1,0 +1,279 @@
+"""Decides what each rank does next: reacts to events of the pool, keeps all state, never blocks.
+
+Tasks take ranks in the policy's order. A task first gets its weights resident, then opens (all ranks report that
+everything is allocated), then is served by leases. Each rank has at most two leases promised, so a late host does not
+starve it and a cancel or a change of plan takes effect within two leases. All messages go out from one thread in one
+order, so two ranks never disagree about the order of their exchanges.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..config import EngineConfig
+from ..errors import Cancelled, JobError, PipeDiTError, PoolError, WorkerStuck, rebuild
+from ..job import Progress, Span, Stage
+from ..wire.messages import Close, Encoded, Failed, LeaseDone, Loaded, Message, Opened, Refused
+from .policies import Candidate, Policy, fcfs
+from .pool import FromRank, PoolEvent, PoolReady, RankLost
+from .residence import Residence
+from .tasks import Task, units_reported
+
+LEASES_OUT = 2
+OPEN_CLIPS = 2
+ATTEMPTS = 3
+SPANS_KEPT = 20_000
+
+log = logging.getLogger("pipedit")
+
+
+class PoolLike(Protocol):
+    """What the scheduler needs of a pool (host.pool.Pool, or a scripted one in tests)."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    def send(self, rank: int, message: Message, fds: Any = ()) -> None: ...
+    def restart(self, reason: PoolError) -> None: ...
+    def phase(self, rank: int) -> str: ...
+
+
+class Scheduler:
+    """All tasks of one pool. Used by one thread (the engine's)."""
+
+    def __init__(self, pool: PoolLike, config: EngineConfig, on_finished: Callable[[Task, Any], None],
+                 policy: Policy = fcfs) -> None:
+        self.pool, self.config, self.policy = pool, config, policy
+        self.tasks: dict[str, Task] = {}
+        self.residence = Residence(pool, self._next_seq)
+        self.spans: deque[Span] = deque(maxlen=SPANS_KEPT)
+        self._on_finished = on_finished
+        self._seq = 0
+        self._out: dict[int, int] = {}
+        self._attempts: dict[str, int] = {}
+
+    def add(self, task: Task) -> None:
+        """Takes a task into the line."""
+        self.tasks[task.id] = task
+
+    def cancel(self, job: str) -> None:
+        """Ends a task: now if no rank works on it, else at the boundary after its leases."""
+        task = self.tasks.get(job)
+        if task is None:
+            return
+        task.cancelling = True
+        if not task.busy:
+            self._end(task, Cancelled(f"{job} was cancelled. {task.kept()}"), Stage.CANCELLED)
+
+    def handle(self, event: PoolEvent) -> None:
+        """Takes one event of the pool."""
+        if isinstance(event, PoolReady):
+            log.info("the pool is ready: %d ranks, generation %d", self.pool.world, event.generation)
+        elif isinstance(event, RankLost):
+            self._lost(event.error, (event.rank,))
+        else:
+            self._message(event)
+
+    def advance(self) -> None:
+        """Gives out everything that can be given out now."""
+        if self.pool.state != "ready":
+            return
+        for candidate in self.policy([self._candidate(task) for task in self.tasks.values()]):
+            task = self.tasks[candidate.task]
+            if task.state == "waiting":
+                self._begin(task)
+            if task.state == "loading":
+                self._open(task)
+            self._grant(task)
+
+    def check_deadlines(self) -> None:
+        """Rebuilds the pool if a rank has owed an answer for longer than the lease deadline."""
+        limit = time.monotonic() - self.config.lease_deadline
+        for task in self.tasks.values():
+            if task.state in ("loading", "opening", "open") and self._owing(task) and task.since < limit:
+                names = ", ".join(f"rank {rank} (in phase {self.pool.phase(rank)!r})" for rank in self._owing(task))
+                error = WorkerStuck(f"{task.kind} of {task.id}: no answer for {self.config.lease_deadline:g} s from {names}")
+                return self._lost(error, self._owing(task))
+        return None
+
+    def fail_all(self, error: PipeDiTError) -> None:
+        """Ends every task, for a pool that will not come back."""
+        for task in list(self.tasks.values()):
+            self._end(task, error)
+
+    @property
+    def idle(self) -> bool:
+        return not self.tasks
+
+    # -- messages of ranks ------------------------------------------------------------------------------------------
+
+    def _message(self, event: FromRank) -> None:
+        message, rank = event.message, event.rank
+        if isinstance(message, Loaded):
+            self.residence.loaded(rank, message)
+        elif isinstance(message, Opened):
+            self._opened(rank, message)
+        elif isinstance(message, (LeaseDone, Encoded)):
+            self._lease_done(rank, message, event.fds)
+        elif isinstance(message, Refused):
+            self._refused(rank, message)
+        elif isinstance(message, Failed):
+            log.error("rank %d failed in phase %r\n%s", rank, self.pool.phase(rank), message.traceback)
+            text = f"rank {rank} failed in phase {self.pool.phase(rank)!r}: {message.text}"
+            error = rebuild(message.error, text)
+            self._lost(error if isinstance(error, PoolError) else PoolError(text), (rank,))
+
+    def _opened(self, rank: int, message: Opened) -> None:
+        task = self.tasks.get(message.job)
+        if task is None:
+            return
+        task.opened.add(rank)
+        task.units = message.units
+        if task.opened == set(task.ranks):
+            task.state = "open"
+            self._finish_if_done(task)
+
+    def _lease_done(self, rank: int, message: LeaseDone | Encoded, fds: tuple[int, ...]) -> None:
+        self._out[rank] = max(0, self._out.get(rank, 0) - 1)
+        self.spans.extend(message.spans)
+        task = self.tasks.get(message.job)
+        if task is None:
+            return
+        before = task.done
+        task.reported[rank] = units_reported(message)
+        task.accept(message, fds)
+        self._learn(task, message, before)
+        if task.done > before:
+            task.since = time.monotonic()
+            task.ticket.report(task.progress(task.ticket.progress().text))
+        if task.cancelling and not task.busy:
+            self._end(task, Cancelled(f"{task.id} was cancelled. {task.kept()}"), Stage.CANCELLED)
+        else:
+            self._finish_if_done(task)
+
+    def _learn(self, task: Task, message: LeaseDone | Encoded, before: int) -> None:
+        """Seconds a unit takes, for the size of the next lease and the ticket's timings."""
+        seconds = sum(span.end - span.start for span in message.spans)
+        if message.rank == min(task.ranks):
+            task.ticket.note_time(task.kind, seconds)
+        if task.done > before:
+            task.unit_seconds = seconds / (task.done - before)
+
+    def _finish_if_done(self, task: Task) -> None:
+        if task.units is None or task.done < task.units or task.busy:
+            return
+        try:
+            result = task.finish()
+        except JobError as error:
+            return self._end(task, error)
+        self._drop(task)
+        return self._on_finished(task, result)
+
+    def _refused(self, rank: int, message: Refused) -> None:
+        error = rebuild(message.error, message.text)
+        for task in self._refused_tasks(message):
+            started = task.granted > task.first
+            if started and len(task.ranks) > 1:
+                # The other ranks wait in an exchange that will never complete: only a new world frees them.
+                self._end(task, error)
+                return self._lost(PoolError(f"rank {rank} gave up in mid-step: {message.text}"), ())
+            self._out[rank] = max(0, self._out.get(rank, 0) - (task.granted > task.done))
+            self._end(task, error)
+        return None
+
+    def _refused_tasks(self, message: Refused) -> list[Task]:
+        """The task that a rank refused; for a refused load, every task that waits for those weights on that rank."""
+        if message.job:
+            return [self.tasks[message.job]] if message.job in self.tasks else []
+        waiting = self.residence.refused(message.rank)
+        return [task for task in self.tasks.values() if task.weights in waiting and task.state == "loading"]
+
+    # -- giving out -------------------------------------------------------------------------------------------------
+
+    def _candidate(self, task: Task) -> Candidate:
+        return Candidate(task.id, task.ordinal, task.kind, task.ranks, task.state == "open")
+
+    def _begin(self, task: Task) -> None:
+        clips = sum(1 for other in self.tasks.values() if other.kind == task.kind and other.state != "waiting")
+        if task.kind == "denoise" and clips >= OPEN_CLIPS:
+            return
+        task.state, task.since = "loading", time.monotonic()
+        task.ticket.report(Progress(Stage.LOADING, 0, 0, f"loading {task.weights.part} on {len(task.ranks)} ranks"))
+
+    def _open(self, task: Task) -> None:
+        try:
+            if not self.residence.ensure(task.weights, task.ranks):
+                return
+            message = task.open_message(0)
+        except JobError as error:
+            return self._end(task, error)
+        task.since = time.monotonic()
+        task.ticket.report(task.progress())
+        task.state = "opening" if message is not None else "open"
+        for rank in task.ranks if message is not None else ():
+            opening = task.open_message(self._next_seq())
+            assert opening is not None
+            self.pool.send(rank, opening, task.fds.numbers)
+        return None
+
+    def _grant(self, task: Task) -> None:
+        while task.state == "open" and not task.cancelling and task.units is not None and task.granted < task.units:
+            if any(self._out.get(rank, 0) >= LEASES_OUT for rank in task.ranks):
+                return
+            last = min(task.units, task.granted + task.lease_units())
+            if not task.busy:
+                task.since = time.monotonic()
+            message, fds = task.lease_message(self._next_seq(), task.granted, last)
+            task.granted = last
+            for rank in task.ranks:
+                self._out[rank] = self._out.get(rank, 0) + 1
+                self.pool.send(rank, message, fds)
+
+    def _owing(self, task: Task) -> tuple[int, ...]:
+        if task.state == "loading":
+            return tuple(rank for rank in task.ranks if not self.residence.has(rank, task.weights))
+        if task.state == "opening":
+            return tuple(rank for rank in task.ranks if rank not in task.opened)
+        return tuple(rank for rank in task.ranks if task.reported.get(rank, task.first) < task.granted)
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _lost(self, error: PoolError, ranks: tuple[int, ...]) -> None:
+        """A rank is gone: its tasks fail and say what is kept, the others go on from their kept latents in a new world."""
+        log.error("%s", error)
+        self._out.clear()
+        self.residence.forget()
+        for task in list(self.tasks.values()):
+            if task.state == "waiting":
+                continue
+            self._attempts[task.id] = self._attempts.get(task.id, 0) + 1
+            if set(ranks) & set(task.ranks) or self._attempts[task.id] >= ATTEMPTS:
+                self._end(task, type(error)(f"{error}. {task.kept()}. The pool restarts by itself"))
+            elif task.cancelling:
+                self._end(task, Cancelled(f"{task.id} was cancelled. {task.kept()}"), Stage.CANCELLED)
+            else:
+                task.reset()
+        self.pool.restart(error)
+
+    def _end(self, task: Task, error: PipeDiTError, stage: Stage = Stage.FAILED) -> None:
+        self._drop(task)
+        task.ticket.fail(error, stage)
+
+    def _drop(self, task: Task) -> None:
+        self.tasks.pop(task.id, None)
+        self._attempts.pop(task.id, None)
+        if task.state in ("opening", "open") and self.pool.state == "ready":
+            for rank in task.ranks:
+                self.pool.send(rank, Close(self._next_seq(), task.id))
+        task.fds.close()
