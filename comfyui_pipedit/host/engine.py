@@ -131,20 +131,24 @@ class Engine:
         frames = self._ticket(f"frames-{ordinal}") if job.decode is not None else None
         ticket = Ticket(f"clip-{ordinal}", self._cancel_later, frames)
         ticket.plan = plan
-        return ClipTask(ticket, ordinal, job, plan, self._keep(job))
-
-    def _keep(self, job: Job) -> KeptLatent:
-        """The kept latent of this content: an earlier try's if there is one, so that the job goes on from it."""
         key = job_key(job)
+        kept = self._take_kept(key) or KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
+        ticket.add_done_callback(lambda ended: self._keep(key, kept) if ended.failed() else None)
+        return ClipTask(ticket, ordinal, job, plan, kept)
+
+    def _take_kept(self, key: str) -> KeptLatent | None:
+        """What an earlier try at this content left; the new try goes on from it."""
         with self._lock:
-            kept = self._kept.pop(key, None)
-        if kept is None:
-            kept = KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
+            return self._kept.pop(key, None)
+
+    def _keep(self, key: str, kept: KeptLatent) -> None:
+        """Saves an unfinished clip's latent for the next try at the same content."""
+        if kept.read() is None:
+            return
         with self._lock:
             self._kept[key] = kept
             while len(self._kept) > KEPT_LATENTS:
                 self._kept.popitem(last=False)
-        return kept
 
     def _ticket(self, name: str) -> Ticket:
         return Ticket(name, self._cancel_later)

@@ -31,6 +31,10 @@ class Ticket:
         """Whether a result or an error is there."""
         return self._ended.is_set()
 
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self._error is not None
+
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until the end, at most `timeout` seconds; whether it ended."""
         return self._ended.wait(timeout)
