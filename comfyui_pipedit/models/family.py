@@ -1,8 +1,17 @@
-"""What a model family tells the engine about its networks: where a sequence is cut and put together again."""
+"""What a model family tells the engine about its networks, and the calls it must answer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ..job import Geometry, Tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +46,72 @@ class SequencePlan:
     splits: tuple[Split, ...]
     gathers: tuple[Gather, ...]
     attention: tuple[str, ...]
+
+
+class WeightSource(Protocol):
+    """One component's weights, ready for a device: what a family builds its networks from."""
+
+    @property
+    def root(self) -> Path:
+        """The folder of the whole model (for its tokenizer)."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The component's config.json."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) on the device and in the dtype to compute in; on the CPU often a view of a mapped file."""
+        ...
+
+
+class TextEncoder(Protocol):
+    """A text encoder with its tokenizer."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings [1, L, D], zeros after the text's tokens. InvalidJob for words that the model does not know."""
+        ...
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Its network's tensors, for counting bytes."""
+        ...
+
+
+class Family(Protocol):
+    """A kind of video model. It knows no ranks: a rank hooks the exchange into the transformer by `sequence_plan`.
+
+    Latents are float32 [1, C, T, h, w]; frames float32 [F, H, W, 3] in 0..1.
+    """
+
+    name: str
+    sequence_plan: SequencePlan
+
+    def load_transformer(self, source: WeightSource) -> nn.Module: ...
+
+    def load_vae(self, source: WeightSource) -> nn.Module: ...
+
+    def load_text(self, source: WeightSource) -> TextEncoder: ...
+
+    def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+        """One evaluation at `sigma` in 0..1 of a latent in model space -> its velocity, float32, same shape.
+
+        text: [1, L, D]. Sizes that the patch does not divide are padded as ComfyUI pads them, and cropped.
+        """
+        ...
+
+    def num_pieces(self, shape: tuple[int, ...], tiling: Tiling | None, geometry: Geometry) -> int:
+        """How many pieces `decode_pieces` yields for a latent of this shape."""
+        ...
+
+    def decode_pieces(self, vae: nn.Module, latent: Tensor, tiling: Tiling | None, geometry: Geometry) -> Iterator[Tensor]:
+        """Decodes a latent in VAE space: pieces of frames in order, possibly empty ones. Several decodes may be under way
+        on one network. Whole (tiling None): exactly what the network's own decode gives. Tiled: ComfyUI's VAEDecodeTiled."""
+        ...
+
+    def vae_encode(self, vae: nn.Module, frames: Tensor) -> Tensor:
+        """Frames -> the mode of the posterior, in VAE space. Surplus rows, columns and last frames are cut as ComfyUI does."""
+        ...

@@ -1,0 +1,123 @@
+"""Safetensors files: headers without torch's help, tensors as views of the mapped file.
+
+A mapped tensor costs no private memory, so ranks of one host share one copy in the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LoadError
+
+STEMS = ("diffusion_pytorch_model", "model")
+"""What diffusers and transformers call the weights of a component folder."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file, as its header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. LoadError naming the file if it is missing or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise LoadError(f"{path} should hold a JSON object, not a {type(data).__name__}")
+    return data
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a component folder: one, or the shards that its index names."""
+    for stem in STEMS:
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        if index.is_file():
+            return _shards(index)
+        if single.is_file():
+            return (single,)
+    found = ", ".join(sorted(path.name for path in folder.glob("*.*"))) or "nothing"
+    raise LoadError(f"{folder} has no {STEMS[0]}.safetensors or {STEMS[1]}.safetensors (or an index of shards); found: {found}")
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise LoadError(f"{index} has no weight_map")
+    names = sorted(set(mapping.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise LoadError(f"{index} names {name!r}, which is not a file beside it")
+        if not (index.parent / name).is_file():
+            raise LoadError(f"{index.parent / name} is missing: shard {names.index(name) + 1} of {len(names)}")
+    return tuple(index.parent / name for name in names)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Name -> Entry of every tensor of a file. LoadError if it is truncated or no safetensors file."""
+    header, data_bytes = _header_json(path)
+    entries = {}
+    for name, value in header.items():
+        if name == "__metadata__":
+            continue
+        if value["dtype"] not in DTYPES:
+            raise LoadError(f"{path}: tensor {name} has dtype {value['dtype']}, which is not handled")
+        if value["data_offsets"][1] > data_bytes:
+            raise LoadError(f"{path} is cut off: tensor {name} ends at byte {value['data_offsets'][1]} of {data_bytes}; "
+                            "download it again")
+        entries[name] = Entry(name, DTYPES[value["dtype"]], tuple(value["shape"]), path)
+    return entries
+
+
+def _header_json(path: Path) -> tuple[dict[str, Any], int]:
+    """(header, bytes after it)."""
+    total = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else total
+        if length > total - 8:
+            raise LoadError(f"{path} is not a safetensors file, or it is cut off ({total} bytes)")
+        try:
+            return json.loads(file.read(length)), total - 8 - length
+        except ValueError:
+            raise LoadError(f"{path} is not a safetensors file: its header is not JSON") from None
+
+
+def read_entries(files: tuple[Path, ...]) -> dict[str, Entry]:
+    """Entries of all shards together."""
+    entries: dict[str, Entry] = {}
+    for file in files:
+        entries.update(read_header(file))
+    return entries
+
+
+def mapped_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all shards in a fixed order; tensors are read-only by contract: they view the mapped file."""
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(str(file), framework="pt", device="cpu") as handle:
+            for name in sorted(handle.keys()):
+                yield name, handle.get_tensor(name)

@@ -1,0 +1,28 @@
+"""Between VAE space, which ComfyUI's LATENT holds, and the model's normalised space."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..job import Geometry
+
+
+def to_model(latent: Tensor, geometry: Geometry) -> Tensor:
+    """(latent - mean) / std by channel; an empty (all-zero) latent stays zero, as in ComfyUI. [1, C, T, h, w] float32."""
+    if not torch.count_nonzero(latent):
+        return latent
+    mean, std = _statistics(latent, geometry)
+    return (latent - mean) / std
+
+
+def to_vae(latent: Tensor, geometry: Geometry) -> Tensor:
+    """latent * std + mean by channel: the other way."""
+    mean, std = _statistics(latent, geometry)
+    return latent * std + mean
+
+
+def _statistics(latent: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values, dtype=latent.dtype, device=latent.device).view(1, -1, 1, 1, 1)
+                 for values in (geometry.mean, geometry.std))
+    return mean, std

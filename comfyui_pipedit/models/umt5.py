@@ -1,0 +1,63 @@
+"""UMT5 text encoder with a tokenizer.json: Wan's, and small ones of the same architecture."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import UMT5Config, UMT5EncoderModel
+
+from ..errors import LoadError
+from ..loaders import check_weights, check_words, load_tokenizer, unescape
+from ..loaders.vocabulary import text_tokens, word_list
+from .family import WeightSource
+from .skeleton import assign, on_meta
+
+END = "</s>"
+
+
+class UMT5Text:
+    """Texts to embeddings [1, L, D]: the encoder's output for the text and its end token, zeros up to L.
+
+    L is the tokenizer's length (Wan 512), more for a longer text, as in ComfyUI. An empty text is its end token alone.
+    """
+
+    def __init__(self, model: UMT5EncoderModel, tokenizer: Tokenizer, length: int, vocabulary: tuple[str, ...]) -> None:
+        self.model, self.tokenizer, self.length, self.vocabulary = model, tokenizer, length, vocabulary
+        end = tokenizer.token_to_id(END)
+        if end is None:
+            raise LoadError(f"the tokenizer has no end token {END!r}")
+        self.end = end
+
+    def encode(self, text: str) -> Tensor:
+        """float32 [1, L, D]. InvalidJob for prompt weights, and for words that a closed vocabulary lacks."""
+        check_weights(text)
+        plain = unescape(text)
+        check_words(self.tokenizer, self.vocabulary, plain)
+        ids = [*self.tokenizer.encode(plain, add_special_tokens=False).ids, self.end]
+        device = self.model.shared.weight.device
+        hidden = self.model(input_ids=torch.tensor([ids], device=device)).last_hidden_state.float()
+        return torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self.length - len(ids))))
+
+    def parameters(self) -> list[Tensor]:
+        """The network's tensors."""
+        return list(self.model.parameters())
+
+
+def load_text(source: WeightSource) -> UMT5Text:
+    """The encoder with the source's tensors, and the tokenizer beside it."""
+    config = UMT5Config.from_dict({**source.config, "tie_word_embeddings": True})
+    model = on_meta(lambda: UMT5EncoderModel(config))
+    assign(model, source.tensors(), f"{source.root.name}'s text encoder", optional=("shared.weight", "encoder.embed_tokens.weight"))
+    _tie(model, source)
+    folder = source.root / "tokenizer"
+    return UMT5Text(model, load_tokenizer(source.root), text_tokens(folder / "tokenizer_config.json"),
+                    word_list(folder / "tokenizer.json"))
+
+
+def _tie(model: UMT5EncoderModel, source: WeightSource) -> None:
+    """One word table under both its names, whichever the file holds."""
+    held = [table for table in (model.shared, model.encoder.embed_tokens) if not table.weight.is_meta]
+    if not held:
+        raise LoadError(f"{source.root.name}'s text encoder has no word table (shared.weight)")
+    model.shared.weight = model.encoder.embed_tokens.weight = held[0].weight

@@ -1,0 +1,95 @@
+"""A clip on one of its denoise ranks: every rank holds the whole latent and its solver state, and computes on its own tokens.
+
+The update of a step is the same few operations on the same numbers on every rank, so nothing but the exchange is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import models
+from ..errors import OutOfStep
+from ..models.geometry import to_model, to_vae
+from ..parallel.layout import Layout
+from ..parallel.sequence import Context
+from ..sampling import Row, State, advance, finish, start
+from ..wire import buffer
+from ..wire.buffer import KeptLatent
+from ..wire.messages import Open, TensorRef
+from .device import Device
+
+
+class Denoise:
+    """Units are solver steps. At every boundary the group's leader writes the state to the kept latent; the last write is
+    the finished latent alone, in VAE space, as step `units`."""
+
+    name = "denoise"
+
+    def __init__(self, message: Open, fds: Sequence[int], model: Any, context: Context, device: Device) -> None:
+        def place(ref: TensorRef) -> Tensor:
+            return buffer.attach(fds[ref.fd], ref).to(device.torch, torch.float32)
+
+        self._message, self._model, self._context = message, model, context
+        self._family = models.family(message.weights.family)
+        self._texts = [place(ref) for ref in (message.positive, message.negative) if ref is not None]
+        self._noises = [place(ref) for ref in message.noises]
+        self._kept = KeptLatent.attach(fds[message.kept.fd], message.kept)
+        self._state = self._resumed(device) if message.first_step else start(
+            message.table, place(message.noise), to_model(place(message.latent), message.geometry))
+        self._layout = self._make_layout()
+        self._next = message.first_step
+
+    @property
+    def units(self) -> int:
+        """Steps of the whole clip, those before `first_step` included."""
+        return self._message.table.num_steps
+
+    def run(self, first: int, last: int) -> int:
+        """Does steps [first, last). OutOfStep if they do not follow those done. Returns 0: frames are the decode's."""
+        if first != self._next:
+            raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
+        for step in range(first, last):
+            self._context.exchange.on_phase(f"step {step + 1} of {self.units}")
+            for row in self._message.table.steps[step]:
+                self._state = advance(row, self._state, self._denoised(row), self._noises)
+            self._next = step + 1
+            self._keep()
+        return 0
+
+    def _denoised(self, row: Row) -> Tensor:
+        """The guided estimate of the clean latent, combined as ComfyUI does: x - sigma * v each, then uncond + (cond - uncond) * cfg."""
+        with self._context.using(self._layout):
+            estimates = [self._state.x - self._family.velocity(self._model, self._state.x, row.sigma, text) * row.sigma
+                         for text in self._texts]
+        if len(estimates) == 1:
+            return estimates[0]
+        positive, negative = estimates
+        return negative + (positive - negative) * self._message.cfg
+
+    def _keep(self) -> None:
+        message = self._message
+        if self._context.rank != message.plan.denoise.leader:
+            return
+        done = self._next == self.units
+        tensors = [to_vae(finish(message.table, self._state), message.geometry)] if done else self._state.tensors()
+        self._kept.write(self._next, tensors)
+
+    def _resumed(self, device: Device) -> State:
+        found = self._kept.read()
+        if found is None or found[0] != self._message.first_step:
+            raise OutOfStep(f"{self._message.job} should go on at step {self._message.first_step}, and step "
+                            f"{found[0] if found else 'none'} is kept")
+        return self._message.table.restore(found[0], [tensor.to(device.torch) for tensor in found[1]])
+
+    def _make_layout(self) -> Layout | None:
+        """Who holds which tokens and heads; None for a group of one, which exchanges nothing."""
+        message = self._message
+        group = message.plan.denoise
+        if group.size == 1:
+            return None
+        num_tokens = message.geometry.num_tokens(message.latent.shape)
+        return Layout.even(group, num_tokens, message.geometry.num_heads, message.plan.chunks)
