@@ -1,0 +1,251 @@
+"""ComfyUI's LATENT, CONDITIONING and IMAGE to what the engine takes, and back: the only file that knows both.
+
+All checks that need no model are here, so that a graph fails with a clear text before anything is loaded or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comfyui_pipedit import sampling
+from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.job import DecodeRequest, EncodeRequest, Geometry, Job, ModelFiles, Tiling, Weights
+
+Latent = Mapping[str, Any]
+Conditioning = Sequence[Sequence[Any]]
+IGNORED_KEYS = ("pooled_output",)
+"""Keys of a conditioning that ComfyUI's own Wan model ignores as well."""
+RATIO_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
+EMPTY_LATENT = "EmptyHunyuanLatentVideo"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The widgets of a sampler node. shift 0 = the model's own."""
+
+    seed: int
+    steps: int
+    cfg: float
+    sampler: str
+    scheduler: str
+    denoise: float = 1.0
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.shift < 0:
+            raise InvalidJob(f"shift {self.shift} is not available here; allowed: 0 (the model's own) or more")
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """How a clip is decoded by the pool right after its last step."""
+
+    vae: Weights
+    tiling: Tiling | None
+
+
+# -- in -------------------------------------------------------------------------------------------------------------
+
+
+def video_samples(latent: Latent, geometry: Geometry, model: str) -> Tensor:
+    """The samples of a LATENT as float32 [B, C, T, h, w] on the CPU; the tensor itself where it is that already."""
+    return checked_samples(latent["samples"], geometry, model).to("cpu", torch.float32)
+
+
+def checked_samples(samples: Any, geometry: Geometry, model: str) -> Tensor:
+    """`samples` if it is a latent of this model, else InvalidJob: nested, of another rank, or with other channels."""
+    if getattr(samples, "is_nested", False):
+        raise InvalidJob(
+            f"the latent is a nested tensor (audio with video) and {model} makes video alone; use {EMPTY_LATENT}"
+        )
+    shape = list(samples.shape)
+    if len(shape) != 5:
+        raise InvalidJob(
+            f"the latent has {len(shape)} dimensions, {shape}, and {model} needs 5: [batch, channels, frames, "
+            f"height, width]; use {EMPTY_LATENT}"
+        )
+    if shape[1] != geometry.channels:
+        raise InvalidJob(
+            f"the latent has {shape[1]} channels and {model} needs {geometry.channels}; use {EMPTY_LATENT}"
+        )
+    if 0 in shape:
+        raise InvalidJob(f"the latent is empty: {shape}")
+    return samples
+
+
+def refuse_noise_mask(latent: Latent) -> None:
+    """InvalidJob for a latent with a mask: sampling inside a mask comes later."""
+    if latent.get("noise_mask") is not None:
+        raise InvalidJob(
+            "the latent has a noise_mask; masks come in a later version: take the latent from before the mask was set"
+        )
+
+
+def embedding(conditioning: Conditioning, name: str, files: ModelFiles) -> Tensor:
+    """The text embedding float32 [N, L, D] of a CONDITIONING with one plain entry.
+
+    InvalidJob by name for several entries, for keys that would change the result, and for another text width.
+    """
+    if len(conditioning) != 1:
+        raise InvalidJob(
+            f"{name} has {len(conditioning)} conditioning entries; combined or scheduled conditionings come in a "
+            "later version, connect one CLIP Text Encode directly"
+        )
+    text, extra = conditioning[0]
+    unknown = sorted(key for key, value in extra.items() if key not in IGNORED_KEYS and value is not None)
+    if unknown:
+        raise InvalidJob(
+            f"{name} carries {', '.join(unknown)}, which this version does not support; "
+            "connect CLIP Text Encode directly"
+        )
+    width = files.geometry.text_width
+    if text.dim() != 3 or text.shape[2] != width:
+        raise InvalidJob(
+            f"{name} has a text embedding {list(text.shape)} and {files.name} needs [1, length, {width}]; use "
+            "the clip of PipeDiT Loader, or CLIPLoader with this model's own text encoder"
+        )
+    return text.to("cpu", torch.float32)
+
+
+def item(texts: Tensor | None, index: int) -> Tensor | None:
+    """The embedding of one clip of a batch, [1, L, D]: repeated over the batch as ComfyUI does."""
+    return None if texts is None else texts[index % texts.shape[0]].unsqueeze(0)
+
+
+def batch_noise(seed: int, samples: Tensor, batch_index: Sequence[int] | None) -> Tensor:
+    """Noise for a whole batch as ComfyUI draws it: at once, or clip by clip up to the highest `batch_index`."""
+    if batch_index is None:
+        return sampling.draw_noise(seed, samples.shape)
+    if len(batch_index) != samples.shape[0]:
+        raise InvalidJob(f"the latent's batch_index has {len(batch_index)} entries for {samples.shape[0]} clips")
+    one = (1, *samples.shape[1:])
+    drawn = sampling.draw_noises(seed, one, max(batch_index) + 1, offset=0)
+    return torch.cat([drawn[index] for index in batch_index])
+
+
+def solver(settings: Settings, files: ModelFiles) -> sampling.SolverTable:
+    """The solver's table for a node's widgets; InvalidJob for what is not available."""
+    shift = settings.shift or files.shift
+    sampling.check_settings(
+        settings.sampler, settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, cfg=settings.cfg
+    )
+    levels = sampling.sigmas(
+        settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, sampler=settings.sampler
+    )
+    return sampling.solver_table(settings.sampler, levels)
+
+
+def jobs(
+    files: ModelFiles,
+    positive: Conditioning,
+    negative: Conditioning | None,
+    latent: Latent,
+    settings: Settings,
+    follow_up: FollowUp | None = None,
+    label: str = "",
+) -> list[Job]:
+    """One job for each clip of the latent's batch; its noise is drawn whole, then cut."""
+    if settings.cfg != 1.0 and negative is None:
+        raise InvalidJob(
+            f"negative is not connected and cfg is {settings.cfg}; connect a CLIP Text Encode (an empty text will do), "
+            "or set cfg to 1"
+        )
+    refuse_noise_mask(latent)
+    samples = video_samples(latent, files.geometry, files.name)
+    table = solver(settings, files)
+    noise = batch_noise(settings.seed, samples, latent.get("batch_index"))
+    noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises)
+    texts = embedding(positive, "positive", files)
+    others = embedding(negative, "negative", files) if negative is not None and settings.cfg != 1.0 else None
+
+    def job(index: int) -> Job:
+        clip = slice(index, index + 1)
+        text = item(texts, index)
+        assert text is not None
+        return Job(
+            files=files,
+            positive=text,
+            negative=item(others, index),
+            latent=samples[clip],
+            noise=noise[clip],
+            noises=tuple(whole[clip] for whole in noises),
+            table=table,
+            cfg=settings.cfg,
+            seed=settings.seed,
+            decode=follow_up.vae if follow_up else None,
+            tiling=follow_up.tiling if follow_up else None,
+            label=label,
+        )
+
+    return [job(index) for index in range(samples.shape[0])]
+
+
+def tiling(
+    mode: str, geometry: Geometry, tile_size: int, overlap: int, temporal_size: int, temporal_overlap: int
+) -> Tiling | None:
+    """Decode's widgets with ComfyUI's limits (VAEDecodeTiled); None = whole frames. "auto" begins with whole frames."""
+    if mode != "on":
+        return None
+    if tile_size < 4 * overlap:
+        overlap = tile_size // 4
+    if temporal_size < 2 * temporal_overlap:
+        temporal_overlap //= 2
+    frames = max(2, temporal_size // geometry.temporal)
+    frames_over = max(1, min(frames // 2, temporal_overlap // geometry.temporal))
+    return latent_tiling(geometry, tile_size // geometry.spatial, overlap // geometry.spatial, frames, frames_over)
+
+
+def latent_tiling(geometry: Geometry, tile: int, overlap: int, frames: int, frames_over: int) -> Tiling:
+    """The tiling of `vae.decode_tiled`, whose sizes are in latent pixels and latent frames."""
+    return Tiling(
+        tile * geometry.spatial, overlap * geometry.spatial, frames * geometry.temporal, frames_over * geometry.temporal
+    )
+
+
+def decodes(
+    samples: Tensor, vae: Weights, geometry: Geometry, tiles: Tiling | None, label: str = ""
+) -> list[DecodeRequest]:
+    """One decode for each clip of a batch [B, C, T, h, w]."""
+    clips = samples.to("cpu", torch.float32)
+    return [DecodeRequest(vae, geometry, clips[i : i + 1], tiles, label) for i in range(clips.shape[0])]
+
+
+def encodes(pixels: Tensor, vae: Weights, geometry: Geometry) -> list[EncodeRequest]:
+    """Encodes for IMAGE [F, H, W, C] (one clip) or [B, F, H, W, C], cut to whole latent pixels and frames."""
+    if pixels.dim() not in (4, 5):
+        raise InvalidJob(
+            f"pixels must be [frames, height, width, 3] or [batch, frames, height, width, 3], not {list(pixels.shape)}"
+        )
+    clips = pixels if pixels.dim() == 5 else pixels.unsqueeze(0)
+    for dim in (2, 3):
+        size, extra = clips.shape[dim], clips.shape[dim] % geometry.spatial
+        if size == extra:
+            raise InvalidJob(f"pixels are {list(pixels.shape)}; height and width must be {geometry.spatial} or more")
+        clips = clips.narrow(dim, extra // 2, size - extra)
+    frames = (clips.shape[1] - 1) // geometry.temporal * geometry.temporal + 1
+    clips = clips[:, :frames, ..., :3].to("cpu", torch.float32).contiguous()
+    return [EncodeRequest(vae, geometry, clip) for clip in clips]
+
+
+# -- out ------------------------------------------------------------------------------------------------------------
+
+
+def latent_output(latent: Latent, samples: Tensor) -> dict[str, Any]:
+    """The LATENT that came in, with other samples; the keys that ComfyUI's KSampler drops are dropped."""
+    kept = {key: value for key, value in latent.items() if key not in RATIO_KEYS}
+    return {**kept, "samples": samples}
+
+
+def image_output(clips: Sequence[Tensor]) -> Tensor:
+    """IMAGE [B * F, H, W, 3] of the clips' frames in order; a lone clip's frames as they are, not copied."""
+    return clips[0] if len(clips) == 1 else torch.cat(list(clips))
+
+
+def conditioning_output(text: Tensor, extra: Mapping[str, Any]) -> list[list[Any]]:
+    """CONDITIONING of one plain entry, with the keys that ComfyUI gives Wan's text."""
+    return [[text, {"pooled_output": None, **extra}]]

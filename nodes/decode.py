@@ -1,0 +1,158 @@
+"""Decoupled VAE Decode: takes over the decode that the pool began, or has it done now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from comfyui_pipedit.errors import InvalidJob, OutOfMemory, not_one_of
+from comfyui_pipedit.host.ticket import Ticket
+from comfyui_pipedit.job import Tiling
+
+from . import convert, waiting
+from .compat import make
+from .handles import PoolVAE
+from .loader import CATEGORY, Plan
+from .sampler import UNLINKED
+
+NAME = "Decoupled VAE Decode"
+MODES = ("auto", "off", "on")
+
+
+def refuse_later(tiling: str | None, plan: Any) -> None:
+    """InvalidJob for an unknown mode and for a connected plan. None = not known yet."""
+    if tiling is not None and tiling not in MODES:
+        raise not_one_of("tiling", tiling, MODES)
+    if plan is not UNLINKED:
+        raise InvalidJob(
+            "plan is connected, and that input comes in a later version; disconnect it (the Loader's devices decide)"
+        )
+
+
+class PipeDiTVAEDecode(io.ComfyNode):
+    """Decodes on the pool's decode ranks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return make(
+            io.Schema,
+            node_id="PipeDiTVAEDecode",
+            display_name=NAME,
+            category=CATEGORY,
+            description="VAE Decode on the pool's decode ranks, while the others denoise the next clip. Linked straight to a "
+            "Multi-GPU Sampler with the same Loader's vae, it begins by itself after the last step.",
+            search_aliases=["vae decode", "multi gpu decode", "parallel vae", "dedivae"],
+            inputs=[
+                io.Latent.Input(
+                    "samples", tooltip="A latent of the Loader's model; each clip of a batch is decoded in order."
+                ),
+                io.Vae.Input("vae", tooltip="From PipeDiT Loader. For any other VAE use core VAE Decode."),
+                Plan.Input("plan", optional=True, tooltip="How the pool is divided. Comes in a later version."),
+                io.Combo.Input(
+                    "tiling",
+                    options=list(MODES),
+                    default="auto",
+                    tooltip="off: whole frames, a few at a time. on: in tiles, as VAE Decode (Tiled) "
+                    "does it. auto: whole frames, in tiles where memory is too small.",
+                ),
+                make(
+                    io.Int.Input,
+                    "tile_size",
+                    default=512,
+                    min=64,
+                    max=4096,
+                    step=32,
+                    advanced=True,
+                    tooltip="Pixels of a tile.",
+                ),
+                make(
+                    io.Int.Input,
+                    "overlap",
+                    default=64,
+                    min=0,
+                    max=4096,
+                    step=32,
+                    advanced=True,
+                    tooltip="Pixels that tiles share.",
+                ),
+                make(
+                    io.Int.Input,
+                    "temporal_size",
+                    default=64,
+                    min=8,
+                    max=4096,
+                    step=4,
+                    advanced=True,
+                    tooltip="Frames of a tile.",
+                ),
+                make(
+                    io.Int.Input,
+                    "temporal_overlap",
+                    default=8,
+                    min=4,
+                    max=4096,
+                    step=4,
+                    advanced=True,
+                    tooltip="Frames that tiles share.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output("image", display_name="IMAGE", tooltip="Frames of all clips of the batch, in order.")
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, tiling: str, plan: Any = UNLINKED) -> bool | str:
+        """True, or which value this version does not take."""
+        try:
+            refuse_later(tiling, plan)
+        except InvalidJob as error:
+            return str(error)
+        return True
+
+    @classmethod
+    async def execute(
+        cls,
+        samples: convert.Latent,
+        vae: PoolVAE,
+        tiling: str,
+        tile_size: int,
+        overlap: int,
+        temporal_size: int,
+        temporal_overlap: int,
+        plan: Any = UNLINKED,
+    ) -> io.NodeOutput:
+        """IMAGE float32 [B * F, H, W, 3]."""
+        with waiting.naming(NAME):
+            refuse_later(tiling, plan)
+            check_vae(vae)
+            sizes = (vae.geometry, tile_size, overlap, temporal_size, temporal_overlap)
+            latent = samples["samples"]
+            try:
+                tickets = await decoded(vae, latent, convert.tiling(tiling, *sizes))
+            except OutOfMemory:
+                if tiling != "auto":
+                    raise
+                tickets = await decoded(vae, latent, convert.tiling("on", *sizes))
+        return io.NodeOutput(convert.image_output([ticket.result() for ticket in tickets]))
+
+
+def check_vae(vae: Any) -> None:
+    """InvalidJob for a VAE that is not in the pool."""
+    if vae is None:
+        raise InvalidJob(
+            "vae is empty: the Loader's vae_name is none; choose auto, or use core VAE Decode with a VAELoader"
+        )
+    if not isinstance(vae, PoolVAE):
+        raise InvalidJob(
+            f"vae is a {type(vae).__name__} in ComfyUI's own process, out of the pool's reach; connect the Loader's "
+            "vae, or use core VAE Decode"
+        )
+
+
+async def decoded(vae: PoolVAE, latent: Any, tiling: Tiling | None) -> tuple[Ticket, ...]:
+    """The ended tickets of a latent's decodes."""
+    tickets = vae.begin_decode(latent, tiling)
+    await waiting.follow(tickets, waiting.Reporter(tickets))
+    return tickets

@@ -1,0 +1,194 @@
+"""What goes along the Loader's links: small values that name files and reach the pool when a node uses them.
+
+`PoolClip` and `PoolVAE` stand in for ComfyUI's CLIP and VAE: core CLIPTextEncode, VAEDecode, VAEDecodeTiled and
+VAEEncode work on them and nothing is loaded into ComfyUI's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.host.ticket import Ticket
+from comfyui_pipedit.job import Geometry, ModelFiles, TextRequest, Tiling, Weights
+from comfyui_pipedit.loaders.vocabulary import check_text
+
+from . import convert, waiting
+from .pools import EngineLike, Pools
+
+CLIP_NAME = "PipeDiT Loader's clip"
+VAE_NAME = "PipeDiT Loader's vae"
+
+
+class LivesInThePool(AttributeError):
+    """Asked for something of a model that is not in this process; hasattr is False."""
+
+
+def refuse_attribute(name: str, loader: str) -> NoReturn:
+    raise LivesInThePool(f"{name} lives in the PipeDiT pool; connect a core {loader} here")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolModel:
+    """A PIPEDIT_MODEL: which files, on which devices."""
+
+    pools: Pools = field(repr=False)
+    devices: str
+    files: ModelFiles = field(repr=False)
+
+    @property
+    def engine(self) -> EngineLike:
+        """The pool; started by the first use."""
+        return self.pools.get(self.devices)
+
+    def __str__(self) -> str:
+        return f"{self.files.name} on {self.devices}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt on its way from `tokenize` to `encode_from_tokens`; the pool tokenizes."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolClip:
+    """A CLIP whose text encoder is in the pool."""
+
+    model: PoolModel
+    weights: Weights
+
+    def clone(self) -> PoolClip:
+        """Itself: it cannot be changed."""
+        return self
+
+    def tokenize(self, text: str, return_word_ids: bool = False, **options: Any) -> Tokens:
+        """Checks a prompt: InvalidJob for weights like "(red:1.3)" and for words the model does not know."""
+        if options:
+            raise InvalidJob(f"{CLIP_NAME}: {', '.join(options)} is not supported; connect a core CLIPLoader")
+        with waiting.naming(CLIP_NAME):
+            check_text(self.model.files, text)
+        return Tokens(text)
+
+    def encode_from_tokens(self, tokens: Tokens, return_pooled: bool | str = False, return_dict: bool = False) -> Any:
+        """The embedding float32 [1, L, D] with zeros after the text; None as pooled output if asked for."""
+        with waiting.naming(CLIP_NAME):
+            ticket = self.model.engine.submit(TextRequest(self.weights, (tokens.text,)))
+            waiting.wait([ticket])
+        text: Tensor = ticket.result()[0]
+        if return_dict:
+            return {"cond": text, "pooled_output": None}
+        return (text, None) if return_pooled else text
+
+    def encode_from_tokens_scheduled(
+        self,
+        tokens: Tokens,
+        unprojected: bool = False,
+        add_dict: Mapping[str, Any] | None = None,
+        show_pbar: bool = True,
+    ) -> list[list[Any]]:
+        """CONDITIONING of a prompt."""
+        return convert.conditioning_output(self.encode_from_tokens(tokens), add_dict or {})
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute(name, "CLIPLoader")
+
+    def __str__(self) -> str:
+        return f"text encoder of {self.model}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolVAE:
+    """A VAE that is in the pool."""
+
+    model: PoolModel
+    weights: Weights
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.model.files.geometry
+
+    @property
+    def latent_channels(self) -> int:
+        return self.geometry.channels
+
+    @property
+    def latent_dim(self) -> int:
+        """Video: time, height and width."""
+        return 3
+
+    @property
+    def output_channels(self) -> int:
+        return 3
+
+    def spacial_compression_decode(self) -> int:
+        """Pixels a latent pixel."""
+        return self.geometry.spatial
+
+    def spacial_compression_encode(self) -> int:
+        """Pixels a latent pixel."""
+        return self.geometry.spatial
+
+    def temporal_compression_decode(self) -> int:
+        """Frames a latent frame (the first one gives one)."""
+        return self.geometry.temporal
+
+    def begin_decode(self, samples: Any, tiling: Tiling | None, label: str = "") -> tuple[Ticket, ...]:
+        """Decodes of samples [B, C, T, h, w]: those that run already for this very tensor, or new ones."""
+        checked = convert.checked_samples(samples, self.geometry, self.model.files.name)
+        running = self.model.pools.take(checked, self.weights, tiling)
+        if running is not None:
+            return running
+        engine = self.model.engine
+        return tuple(map(engine.submit, convert.decodes(checked, self.weights, self.geometry, tiling, label)))
+
+    def decode(self, samples: Tensor, vae_options: Mapping[str, Any] | None = None) -> Tensor:
+        """Frames float32 [B, F, H, W, 3] in 0..1 of samples [B, C, T, h, w]."""
+        if vae_options:
+            raise InvalidJob(f"{VAE_NAME}: {', '.join(vae_options)} is not supported; connect a core VAELoader")
+        return self._decode(samples, None)
+
+    def decode_tiled(
+        self,
+        samples: Tensor,
+        tile_x: int = 32,
+        tile_y: int = 32,
+        overlap: int = 8,
+        tile_t: int = 999,
+        overlap_t: int = 1,
+    ) -> Tensor:
+        """`decode` in tiles; sizes in latent pixels and latent frames, as ComfyUI's VAEDecodeTiled gives them."""
+        if tile_x != tile_y:
+            raise InvalidJob(f"{VAE_NAME}: tiles must be square, not {tile_x} x {tile_y}")
+        return self._decode(samples, convert.latent_tiling(self.geometry, tile_x, overlap, tile_t, overlap_t))
+
+    def _decode(self, samples: Tensor, tiling: Tiling | None) -> Tensor:
+        with waiting.naming(VAE_NAME):
+            tickets = self.begin_decode(samples, tiling)
+            waiting.wait(tickets)
+        return _stack(tickets)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latent float32 [B, C, T, h, w] of IMAGE [F, H, W, 3] (one clip) or [B, F, H, W, 3]."""
+        with waiting.naming(VAE_NAME):
+            requests = convert.encodes(pixels, self.weights, self.geometry)
+            tickets = tuple(map(self.model.engine.submit, requests))
+            waiting.wait(tickets)
+        return torch.cat([ticket.result() for ticket in tickets])
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute(name, "VAELoader")
+
+    def __str__(self) -> str:
+        return f"VAE of {self.model}"
+
+
+def _stack(tickets: Sequence[Ticket]) -> Tensor:
+    clips = [ticket.result() for ticket in tickets]
+    return clips[0].unsqueeze(0) if len(clips) == 1 else torch.stack(clips)
