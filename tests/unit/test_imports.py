@@ -31,10 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host": {"wire", "loaders"},
     "worker": {"wire", "parallel", "models", "loaders"},
     "timeline": set(),
-    "demo": {"host", "timeline"},
+    "contact_sheet": set(),
+    "demo": {"host", "contact_sheet"},
     "bench": {"host", "timeline"},
-    "cli": {"host", "timeline", "demo"},
-    "__main__": {"cli", "host", "timeline"},
+    "cli": {"host", "loaders", "timeline", "contact_sheet"},
+    "__main__": {"cli", "host", "loaders", "timeline", "contact_sheet"},
     "__init__": {"host"},
 }
 # what third-party code a package must not name, beside ComfyUI's, which the engine never does
@@ -45,6 +46,7 @@ MUST_NOT_NAME: dict[str, set[str]] = {
     "config": {"torch", *HEAVY},
     "sampling": HEAVY,
     "timeline": {"torch", *HEAVY},
+    "contact_sheet": {"torch", *HEAVY},
     "wire": HEAVY,
     "host": HEAVY,
     "__main__": HEAVY,
