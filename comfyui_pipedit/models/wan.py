@@ -36,9 +36,9 @@ class Wan:
         """The DiT; its position tables are in no file and are computed here, in float32 whatever the weights are."""
         model = on_meta(lambda: WanTransformer3DModel.from_config(source.config))
         config = model.config
-        model.rope = type(model.rope)(config.attention_head_dim, config.patch_size, config.rope_max_seq_len).to(source.device)
+        model.rope = type(model.rope)(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
         assign(model, source.tensors(), f"{source.root.name}'s transformer")
-        return model
+        return model.to(source.device).eval()
 
     def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
         """One evaluation -> float32 velocity of x's shape; sizes are padded circularly to the patch and cropped, as in ComfyUI."""

@@ -1,0 +1,210 @@
+"""What is known of a model folder without loading it, and what is said of a damaged one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_wan
+import torch
+
+from comfyui_pipedit import loaders
+from comfyui_pipedit.errors import InvalidJob, LoadError
+from comfyui_pipedit.loaders.precision import Slot, converted_layout, layout_bytes, target_dtype
+from comfyui_pipedit.loaders.safetensors_file import Entry
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny_wan.use_worker_site()
+    return tiny_wan.write_model(tmp_path_factory.mktemp("models") / "tiny", "float16", shards=True)
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "tiny"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_inspect_reads_geometry_shift_and_vocabulary(whole: Path) -> None:
+    files = loaders.inspect(whole)
+    geometry = files.geometry
+    assert (geometry.channels, geometry.spatial, geometry.temporal, geometry.patch) == (16, 8, 4, (1, 2, 2))
+    assert (geometry.text_width, geometry.text_tokens, geometry.num_heads) == (32, 16, 4)
+    assert len(geometry.mean) == len(geometry.std) == 16 and geometry.mean[0] == -0.7571 and geometry.std[-1] == 1.916
+    assert files.shift == 3.0 and files.vocabulary == tiny_wan.WORDS and files.name == "tiny"
+    assert files.text is not None and files.vae is not None
+    assert {files.transformer.part, files.vae.part, files.text.part} == {"transformer", "vae", "text"}
+    assert files.transformer.path == str(whole)
+
+
+def test_inspect_imports_no_model_code(whole: Path) -> None:
+    code = (f"import sys; sys.path.insert(0, {str(tiny_wan.ROOT)!r}); from comfyui_pipedit import loaders; "
+            f"files = loaders.inspect({str(whole)!r}); loaders.converted_bytes(files.transformer, on_gpu=False); "
+            "print(sorted({'diffusers', 'transformers', 'torch.distributed.fsdp', 'tokenizers'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_without_a_text_encoder(folder: Path) -> None:
+    index = folder / "model_index.json"
+    edit(index, text_encoder=[None, None])
+    files = loaders.inspect(folder)
+    assert files.text is None and files.vocabulary == ()
+
+
+def test_shift_and_text_length_defaults(folder: Path) -> None:
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    edit(folder / "tokenizer" / "tokenizer_config.json", model_max_length=10**30)
+    files = loaders.inspect(folder)
+    assert files.shift == 8.0 and files.geometry.text_tokens == 512
+
+
+def test_an_open_vocabulary_is_not_listed(folder: Path) -> None:
+    edit(folder / "tokenizer" / "tokenizer.json", model={"type": "Unigram", "vocab": [["a", 0.0]]})
+    assert loaders.inspect(folder).vocabulary == ()
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda f: shutil.rmtree(f), "is not a folder"),
+    (lambda f: (f / "model_index.json").unlink(), r"model_index.json is missing"),
+    (lambda f: (f / "model_index.json").write_text("{"), r"model_index.json cannot be read as JSON"),
+    (lambda f: (f / "model_index.json").write_text("[]"), "should hold a JSON object, not a list"),
+    (lambda f: (f / "transformer" / "config.json").unlink(), r"transformer/config.json is missing"),
+    (lambda f: edit(f / "model_index.json", transformer=["diffusers", "FluxTransformer2DModel"]),
+     "FluxTransformer2DModel; only WanTransformer3DModel"),
+    (lambda f: edit(f / "model_index.json", vae=[None, None]), "names no vae"),
+    (lambda f: edit(f / "model_index.json", transformer_2=["diffusers", "WanTransformer3DModel"]), "Wan 2.2"),
+    (lambda f: edit(f / "transformer" / "config.json", in_channels=36), "image-to-video"),
+    (lambda f: edit(f / "vae" / "config.json", is_residual=True), "Wan 2.2 VAE"),
+    (lambda f: edit(f / "vae" / "config.json", latents_mean=[0.0] * 4), "4 means and 16 stds do not fit"),
+    (lambda f: edit(f / "vae" / "config.json", latents_std=None), "has no 'latents_std'"),
+    (lambda f: edit(f / "text_encoder" / "config.json", d_model=64), "d_model 64 is not the transformer's text_dim 32"),
+    (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    (lambda f: edit(f / "scheduler" / "scheduler_config.json", flow_shift=-1), "flow_shift must be a number above 0, not -1"),
+])
+def test_inspect_names_the_file_and_what_is_wrong(folder: Path, damage: Damage, said: str) -> None:
+    damage(folder)
+    with pytest.raises(LoadError, match=said):
+        loaders.inspect(folder)
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted((folder / "transformer").glob("*.safetensors"))[0]
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda f: first_shard(f).unlink(), r"00001-of-.* is missing: shard 1 of"),
+    (lambda f: first_shard(f).write_bytes(b"not a file of tensors at all"), "not a safetensors file, or it is cut off"),
+    (lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-100]), "is cut off: tensor .* download it again"),
+    (lambda f: [shard.unlink() for shard in (f / "transformer").glob("*.safetensors*")],
+     "has no diffusion_pytorch_model.safetensors .*found: config.json"),
+    (lambda f: (f / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    (lambda f: (f / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "../vae/diffusion_pytorch_model.safetensors"}})), "not a file beside it"),
+])
+def test_damaged_weights_are_named(folder: Path, damage: Damage, said: str) -> None:
+    files = loaders.inspect(folder)
+    damage(folder)
+    with pytest.raises(LoadError, match=said):
+        loaders.open_weights(files.transformer)
+
+
+def test_shards_are_read_whole_and_as_stored(whole: Path) -> None:
+    weights = loaders.open_weights(loaders.inspect(whole).transformer)
+    assert len(weights.files) > 2 and weights.stored_dtype == torch.float16
+    expected = {name: value.half() for name, value in tiny_wan.transformer().state_dict().items()}
+    found = dict(weights.mapped())
+    assert found.keys() == expected.keys() == weights.entries.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(weights.entries[name].shape == tuple(found[name].shape) for name in found)
+
+
+def test_converted_bytes_are_needed_only_where_the_dtype_changes(whole: Path, tmp_path: Path) -> None:
+    weights = loaders.inspect(whole).transformer
+    values = sum(parameter.numel() for parameter in tiny_wan.transformer().parameters())
+    assert values * 4 <= loaders.converted_bytes(weights, on_gpu=False) < values * 4 + 64 * 200
+    assert loaders.converted_bytes(weights, on_gpu=True) == 0
+    assert loaders.converted_bytes(replace(weights, path=""), on_gpu=False) == 0
+    halves = loaders.converted_bytes(replace(weights, dtype="fp16"), on_gpu=False)
+    assert 0 < halves < values, "only the modules that stay float32 are converted"
+    single = tiny_wan.write_model(tmp_path / "single")
+    assert loaders.converted_bytes(loaders.inspect(single).transformer, on_gpu=False) == 0
+
+
+def test_layout_slots_do_not_overlap() -> None:
+    entries = {name: Entry(name, torch.float16, shape, Path("f")) for name, shape in (("b", (3, 5)), ("a", (7,)), ("c", ()))}
+    layout = converted_layout({**entries, "kept": Entry("kept", torch.float32, (4,), Path("f"))}, torch.float32, ())
+    assert list(layout) == ["a", "b", "c"]
+    ends = [slot.offset + slot.num_bytes for slot in layout.values()]
+    assert all(slot.offset % 64 == 0 for slot in layout.values())
+    assert all(end <= slot.offset for end, slot in zip(ends, list(layout.values())[1:], strict=False))
+    assert layout_bytes(layout) == ends[-1] and layout_bytes({}) == 0
+    buffer = torch.zeros(layout_bytes(layout), dtype=torch.uint8)
+    for value, slot in enumerate(layout.values(), start=1):
+        slot.view(buffer).fill_(value)
+    assert [slot.view(buffer).sum().item() for slot in layout.values()] == [7, 30, 3]
+
+
+def test_slot_is_a_view_of_the_buffer() -> None:
+    buffer = torch.zeros(256, dtype=torch.uint8)
+    slot = Slot(torch.float32, (2, 3), 64)
+    slot.view(buffer)[1, 2] = math.pi
+    assert buffer[64:88].view(torch.float32)[5].item() == pytest.approx(math.pi)
+
+
+@pytest.mark.parametrize(("name", "stored", "expected"), [
+    ("blocks.0.attn1.to_q.weight", torch.float16, torch.bfloat16),
+    ("blocks.0.norm2.weight", torch.float16, torch.float32),
+    ("blocks.0.attn1.norm_q.weight", torch.float16, torch.bfloat16),
+    ("step", torch.int64, torch.int64),
+])
+def test_named_modules_stay_float32(name: str, stored: torch.dtype, expected: torch.dtype) -> None:
+    assert target_dtype(name, stored, torch.bfloat16, ("norm1", "norm2")) is expected
+
+
+@pytest.mark.parametrize("text", ["", "a red circle moving right", "red circle on black background"])
+def test_known_words_pass(whole: Path, text: str) -> None:
+    loaders.check_text(loaders.inspect(whole), text)
+
+
+def test_unknown_words_are_named_with_the_nearest_and_the_vocabulary(whole: Path) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        loaders.check_text(loaders.inspect(whole), "a purple circel moving right , purple")
+    text = str(caught.value)
+    assert "'purple', 'circel' (nearest: circle), ','" in text and text.count("'purple'") == 1
+    assert ", ".join(tiny_wan.WORDS) in text
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    ("a (red:1.3) circle", r"\(red:1\.3\) are not supported yet; write red"), ("(red) circle", r"\(red\).*write red"),
+    ("((red circle))", r"write red circle"), ("(:1.2)", "write the words alone"),
+])
+def test_prompt_weights_are_refused_by_name(whole: Path, text: str, named: str) -> None:
+    with pytest.raises(InvalidJob, match=named):
+        loaders.check_text(loaders.inspect(whole), text)
+
+
+def test_escaped_parentheses_are_text() -> None:
+    loaders.check_weights(r"a circle \(red\)")
+    assert loaders.unescape(r"a circle \(red\)") == "a circle (red)"
+
+
+def test_weight_dtypes_that_come_later_are_refused_by_name() -> None:
+    for name in ("default", "bf16", "fp16", "fp32"):
+        assert loaders.check_dtype(name) == name
+    with pytest.raises(InvalidJob, match="'fp8_e4m3fn' is not supported yet; allowed: default, bf16, fp16, fp32"):
+        loaders.check_dtype("fp8_e4m3fn")
