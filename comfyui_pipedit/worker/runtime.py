@@ -46,6 +46,7 @@ class Runtime:
         self.channel, self.board, self.rendezvous, self.deadline = channel, board, rendezvous, deadline
         self.jobs: dict[str, Denoise | Decode] = {}
         self._seq = 0
+        self._phase = ""
         self._handlers: dict[type, Callable[[Any, Sequence[int]], None]] = {
             Load: self._load, Unload: self._unload, Encode: self._encode, VaeEncode: self._vae_encode, Open: self._open,
             DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
@@ -53,7 +54,12 @@ class Runtime:
 
     def phase(self, text: str) -> None:
         """Says what this rank is doing, for messages about its death."""
+        self._phase = text
         self.board.write(self.rank, text)
+
+    def waiting(self, text: str) -> None:
+        """Says what this rank waits for within its phase; "" when it goes on."""
+        self.board.write(self.rank, f"{self._phase}: {text}" if text else self._phase)
 
     def run(self) -> None:
         """Joins the world and serves until the host says Exit or goes away. Ends the process on what nobody expected."""
@@ -77,9 +83,9 @@ class Runtime:
         dist.init_process_group(
             self.device.backend, store=dist.FileStore(self.rendezvous, self.world), rank=self.rank, world_size=self.world,
             timeout=datetime.timedelta(seconds=self.deadline))
-        fabric = PointToPoint()
+        fabric = PointToPoint(self.device.torch)
         fabric.warm_up()
-        self.context = sequence.Context(self.rank, fabric, self.phase)
+        self.context = sequence.Context(self.rank, fabric, self.waiting)
         self.residency = Residency(self.device, self.context, self.phase)
         self.channel.send(Ready(self.rank, self.generation, os.getpid(), self.device.label, self.device.free_memory()))
 
