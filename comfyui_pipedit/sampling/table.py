@@ -13,8 +13,8 @@ from torch import Tensor
 class Row:
     """One call of the model at `sigma`, and the update after it.
 
-    First base' = base . (x, base, denoised, *history), or no base when `base` is empty;
-    then x' = x . (x, base', denoised, *history) + noise * noises[noise_index].
+    First base' = base . (x, base, denoised, *history); then x' = x . (x, base', denoised, *history)
+    + noise * noises[noise_index]. An empty `base` means that x' reads the old base and none is kept.
     The history after it is (denoised, *history), cut to `keep` tensors.
     """
 
@@ -68,7 +68,7 @@ class SolverTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:
-    """All that a paused clip needs: the model's next input, the corrected latent behind it, earlier denoised latents."""
+    """All that a paused clip needs: the model's next input, the latent behind it, earlier denoised latents."""
 
     x: Tensor
     base: Tensor | None = None
@@ -115,7 +115,7 @@ def advance(row: Row, state: State, denoised: Tensor, noises: Sequence[Tensor] =
     noises: all `table.num_noises` tensors of the clip, needed by the rows that add noise.
     """
     base = combine(row.base, (state.x, state.base, denoised, *state.history)) if row.base else None
-    x = combine(row.x, (state.x, base, denoised, *state.history))
+    x = combine(row.x, (state.x, state.base if base is None else base, denoised, *state.history))
     if row.noise_index >= 0:
         x.add_(noises[row.noise_index], alpha=row.noise)
     return State(x, base, (denoised, *state.history)[: row.keep])

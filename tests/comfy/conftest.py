@@ -1,4 +1,5 @@
-"""Fixtures with a real ComfyUI: `comfy_folder`, `comfy_server` (one for the session), `comfy` (a client of it)."""
+"""Fixtures with a real ComfyUI: `comfy_folder`, `comfy_server` (one for the session), `comfy` (a client of it),
+`reference` (one random model in both file forms, below that server's models folder)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from reference import Reference, write_reference
 from server import Client, ComfyServer
 
 PROBE_PACK = Path(__file__).resolve().parent / "probe_pack"
@@ -35,6 +37,12 @@ def comfy_folder(repository: Path) -> Path:
 def comfy_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Base folder of the session's server: models/, input/, output/ and so on lie in it."""
     return tmp_path_factory.mktemp("comfyui")
+
+
+@pytest.fixture(scope="session")
+def reference(comfy_folder: Path, comfy_base: Path, repository: Path) -> Reference:
+    """The reference weights, as single files and as a diffusers folder."""
+    return write_reference(comfy_folder, comfy_base / "models", repository / ".workers")
 
 
 @pytest.fixture(scope="session")
