@@ -3,9 +3,11 @@ server, utils) would hide this repository's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dist.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -14,3 +16,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of this repository."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Ranks]:
+    """Runs functions on n ranks of a torch.distributed world: world.run(n, function, **arguments)."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
