@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,9 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timeline": set(),
     "contact_sheet": set(),
     "demo": {"host", "contact_sheet"},
-    "bench": {"host", "timeline"},
-    "cli": {"host", "loaders", "timeline", "contact_sheet"},
-    "__main__": {"cli", "host", "loaders", "timeline", "contact_sheet"},
+    "requests": {"host", "loaders"},
+    "generate": {"host", "loaders", "requests", "timeline", "contact_sheet"},
+    "verify": {"host", "requests"},
+    "__main__": {"generate", "verify"},
     "__init__": {"host"},
 }
 # what third-party code a package must not name, beside ComfyUI's, which the engine never does
@@ -51,7 +53,9 @@ MUST_NOT_NAME: dict[str, set[str]] = {
     "host": HEAVY,
     "__main__": HEAVY,
     "__init__": HEAVY,
-    "cli": HEAVY,
+    "requests": HEAVY,
+    "generate": HEAVY,
+    "verify": HEAVY,
     "models": {"torch.distributed"},
     "loaders": HEAVY,
     "parallel": {"transformers"},
@@ -79,8 +83,7 @@ def sources(folder: Path) -> list[Path]:
 def package_of(module: str) -> str:
     """`comfyui_pipedit.host.pool` -> `host`; the root package itself -> `__init__`."""
     parts = module.split(".")
-    name = parts[1] if len(parts) > 1 else "__init__"
-    return "cli" if name.startswith("cli") else name
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
 def dotted(file: Path) -> list[str]:
@@ -197,7 +200,7 @@ def compares_cuda(node: ast.AST) -> bool:
     else:
         return False
     constants = [leaf.value for operand in operands for leaf in ast.walk(operand) if isinstance(leaf, ast.Constant)]
-    return any(isinstance(value, str) and value.startswith("cuda") for value in constants)
+    return any(isinstance(value, str) and re.match("cuda(:|$)", value) for value in constants)
 
 
 def test_one_file_asks_for_the_kind_of_device():
