@@ -38,7 +38,7 @@ def check(folder: Path) -> Path:
 
 
 def locate(into: Path) -> Path | None:
-    """ComfyUI's folder if it is already there: the one COMFYUI names, else `into`/ComfyUI. SystemExit if COMFYUI is wrong."""
+    """ComfyUI's folder if there is one: what COMFYUI names (SystemExit if that is none), else `into`/ComfyUI."""
     named = os.environ.get("COMFYUI")
     if named:
         return check(Path(named).expanduser())

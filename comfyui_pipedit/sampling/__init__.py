@@ -3,7 +3,7 @@
     sigmas(scheduler, steps, shift=...)  ->  solver_table(sampler, sigmas)      # on the host, plain numbers
     start(table, noise, latent)  ->  advance(row, state, denoised) ...  ->  finish(table, state)
 
-Latents are float32 in the model's own (normalised) space. Coefficients are computed in float32 and in ComfyUI's order of
+Latents are float32 in the model's own (normalised) space. Coefficients are computed in float32, in ComfyUI's order of
 operations: UniPC's are differences of nearly equal logarithms, and in float64 its clip differs by 2e-3 after 30 steps.
 """
 

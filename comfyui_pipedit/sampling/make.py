@@ -49,25 +49,25 @@ def sigmas(
 
 
 def solver_table(sampler: str, sigmas: Tensor | Sequence[float]) -> SolverTable:
-    """The table of a solver over noise levels: two or more, falling, within 0..1. Raises InvalidJob."""
+    """The table of a solver over noise levels: two or more, strictly falling, within 0..1. Raises InvalidJob."""
     if sampler not in SOLVER_OF:
         raise not_one_of("sampler", sampler, SAMPLERS)
-    levels = checked_levels(torch.as_tensor(sigmas, dtype=torch.float32).cpu().clone())
+    levels = torch.as_tensor(sigmas, dtype=torch.float32).cpu().clone()
     if sampler == "uni_pc":
         check_unipc_steps(len(levels) - 1)
         levels[-1] = levels[-1] if levels[-1] != 0 else LAST_SIGMA
-    steps = tuple(SOLVER_OF[sampler](levels))
-    if not all(math.isfinite(factor) for step in steps for row in step for factor in (*row.x, *row.base)):
-        raise InvalidJob(f"{sampler} cannot step between equal sigmas; use fewer than {len(steps)} steps, or euler")
-    return SolverTable(sampler, tuple(levels.tolist()), steps)
+    check_levels(levels)
+    return SolverTable(sampler, tuple(levels.tolist()), tuple(SOLVER_OF[sampler](levels)))
 
 
-def checked_levels(levels: Tensor) -> Tensor:
-    """`levels` if they are noise levels of a flow model, else InvalidJob."""
-    falls = levels.dim() == 1 and len(levels) > 1 and bool((levels[1:] <= levels[:-1]).all())
-    if not falls or not 0.0 < levels[0] <= 1.0 + 1e-6 or not 0.0 <= levels[-1] < 1.0 or not (levels[:-1] > 0).all():
-        raise InvalidJob(f"sigmas must fall from at most 1 to at least 0, two or more of them, not {levels.tolist()}")
-    return levels
+def check_levels(levels: Tensor) -> None:
+    """InvalidJob unless `levels` are noise levels that a flow model can be led down."""
+    falls = levels.dim() == 1 and len(levels) > 1 and bool((levels[1:] < levels[:-1]).all())
+    if not falls or not levels[0] <= 1.0 + 1e-6 or not 0.0 <= levels[-1] < 1.0:
+        raise InvalidJob(
+            f"sigmas must fall from at most 1 to at least 0 without a repeat, two or more of them, not "
+            f"{levels.tolist()}; use fewer steps, or another scheduler"
+        )
 
 
 def check_unipc_steps(steps: int) -> None:

@@ -50,16 +50,16 @@ def normal(flow: Flow, steps: int) -> list[float]:
     """Even timesteps down to the smallest; where that one is as good as 0 it takes the place of the final 0."""
     if flow.between(2)[-1] <= 1e-5:
         return flow.between(steps + 1)
-    return flow.between(steps) + [0.0]
+    return [*flow.between(steps), 0.0]
 
 
 def sgm_uniform(flow: Flow, steps: int) -> list[float]:
     """Even timesteps without the smallest."""
-    return flow.between(steps + 1)[:-1] + [0.0]
+    return [*flow.between(steps + 1)[:-1], 0.0]
 
 
 def beta(flow: Flow, steps: int) -> list[float]:
-    """Timesteps at even quantiles of a beta distribution ("Beta Sampling is All You Need"); repeated ones count once."""
+    """Timesteps at even quantiles of a beta distribution ("Beta Sampling is All You Need"), repeated ones once."""
     try:
         import numpy
         from scipy import stats

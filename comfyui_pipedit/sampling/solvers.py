@@ -14,7 +14,7 @@ def euler(levels: Tensor) -> list[tuple[Row, ...]]:
 
 
 def heun(levels: Tensor) -> list[tuple[Row, ...]]:
-    """Along the mean of the velocities at both ends of a step; the last step, to 0, is Euler's (Karras 2022, alg. 1)."""
+    """Along the mean of the velocities at both ends of a step; the last step, to 0, is Euler's (Karras 2022)."""
     steps: list[tuple[Row, ...]] = []
     for here, there in zip(levels.tolist(), levels[1:].tolist(), strict=False):
         ratio, half = there / here, 0.5 * (there / here - 1.0)

@@ -1,4 +1,4 @@
-"""Core KSampler against our tables on the same model, in a process of its own: python core_grid.py COMFY MODEL_FILE OUT.
+"""Core KSampler against our tables on the same model, in its own process: python core_grid.py COMFY MODEL_FILE OUT.
 
 Writes OUT/core.safetensors and OUT/ours.safetensors: the finished latent of each case, VAE space, by the case's name.
 Core runs nodes.common_ksampler behind ModelSamplingSD3; ours calls the same network one branch at a time.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SAMPLERS = ("euler", "uni_pc", "heun", "dpmpp_2m", "lcm")
 SCHEDULERS = ("simple", "normal", "sgm_uniform", "beta", "linear_quadratic")
 SHAPE = (1, 16, 2, 4, 8)
-TEXT_SHAPE = (1, 24, 4096)
+TEXT_SHAPE = (1, 12, 4096)
 SEED = 7
 
 
@@ -39,7 +39,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.sampler}-{self.scheduler}-{self.steps}-cfg{self.cfg:g}-denoise{self.denoise:g}-shift{self.shift:g}"
+        rest = f"cfg{self.cfg:g}-denoise{self.denoise:g}-shift{self.shift:g}"
+        return f"{self.sampler}-{self.scheduler}-{self.steps}-{rest}"
 
 
 def all_cases() -> list[Case]:
@@ -82,8 +83,9 @@ def start_latent(case: Case) -> Tensor:
 
 def run_core(model: Any, case: Case) -> Tensor:
     """The latent of core KSampler."""
-    import nodes
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    import nodes
 
     (patched,) = ModelSamplingSD3().patch(model, case.shift)
     positive, negative = ([[text(seed), {"pooled_output": None}]] for seed in (1, 2))

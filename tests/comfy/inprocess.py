@@ -35,6 +35,8 @@ def enter(comfy: Path) -> None:
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
+    # Its own choice on the CPU asks for the free memory before every call.
+    comfy.cli_args.args.use_pytorch_cross_attention = True
 
 
 def run(script: str, *arguments: object, timeout: float = 600.0) -> str:

@@ -2,8 +2,8 @@
 
 As a script: python reference.py COMFY_DIR MODELS_DIR WORKER_SITE. Tests use the fixture `reference`.
 
-The weights keep activations at variance 1 from end to end, so that the velocity is of order 1 and depends on the latent,
-the timestep and the text: with the usual standard deviation of 0.02 a wrong solver or cfg would hardly be seen.
+The weights keep activations at variance 1 from end to end, so that the velocity is of order 1 and depends on the
+latent, the timestep and the text: with the usual standard deviation of 0.02 a wrong solver or cfg would hardly be seen.
 """
 
 from __future__ import annotations

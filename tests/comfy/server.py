@@ -79,7 +79,7 @@ class ComfyServer:
         environment: dict[str, str] | None = None,
         timeout: float = 120.0,
     ) -> ComfyServer:
-        """Start ComfyUI on the CPU and wait until it listens. Raises TimeoutError or RuntimeError with the log's end."""
+        """Start ComfyUI on the CPU and wait until it listens. RuntimeError with the log's end if it does not."""
         prepare_base(base, packs)
         port = free_port()
         command = [sys.executable, str(LAUNCHER), str(comfy), "--cpu", "--listen", "127.0.0.1", "--port", str(port)]
@@ -152,7 +152,9 @@ class ComfyServer:
     def __enter__(self) -> ComfyServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 
@@ -197,7 +199,9 @@ class Client:
             raise TimeoutError(f"no websocket to {self.url} within 30 s")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.listening is not None:
             self.loop.call_soon_threadsafe(self.listening.cancel)
         self.thread.join(10)
@@ -214,12 +218,12 @@ class Client:
             self.loop.close()
 
     async def _listen(self) -> None:
-        async with aiohttp.ClientSession() as session:
-            async with session.ws_connect(f"{self.url}/ws?clientId={self.identity}", max_msg_size=0) as socket_:
-                self.connected.set()
-                async for message in socket_:
-                    if message.type is aiohttp.WSMsgType.TEXT:
-                        self._keep(json.loads(message.data))
+        address = f"{self.url}/ws?clientId={self.identity}"
+        async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0) as websocket:
+            self.connected.set()
+            async for message in websocket:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    self._keep(json.loads(message.data))
 
     def _keep(self, event: Event) -> None:
         with self.changed:

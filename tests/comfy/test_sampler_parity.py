@@ -1,5 +1,5 @@
 """Our solvers and schedules give core KSampler's latents with the same network: max|a - b| / max|b| < 1e-4 in float32,
-and a wrong solver, shift or cfg misses by at least 100 times that. Measured: 6.3e-6 at most, 4.4e-2 at least."""
+and a wrong solver, shift or cfg misses by at least 100 times that. Measured: 7e-6 at most, 5.5e-2 at least."""
 
 from __future__ import annotations
 

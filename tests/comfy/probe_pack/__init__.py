@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
-
-import torch
 
 WIDTH, LENGTH = 4096, 512
 
