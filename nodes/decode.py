@@ -40,8 +40,8 @@ class PipeDiTVAEDecode(io.ComfyNode):
             node_id="PipeDiTVAEDecode",
             display_name=NAME,
             category=CATEGORY,
-            description="VAE Decode on the pool's decode ranks, while the others denoise the next clip. Linked straight to a "
-            "Multi-GPU Sampler with the same Loader's vae, it begins by itself after the last step.",
+            description="VAE Decode on the pool's decode ranks, while the rest denoise the next clip. Linked straight to "
+            "a Multi-GPU Sampler with the same Loader's vae, it begins by itself after the last step.",
             search_aliases=["vae decode", "multi gpu decode", "parallel vae", "dedivae"],
             inputs=[
                 io.Latent.Input(

@@ -54,7 +54,7 @@ class PipeDiTLoader(io.ComfyNode):
                     options=list(DTYPES),
                     default="default",
                     advanced=True,
-                    tooltip="The transformer's weights. default: as in the file on a GPU, fp32 on the CPU. fp8 comes later.",
+                    tooltip="The transformer's weights. default: as in the file, fp32 on the CPU. fp8 comes later.",
                 ),
                 make(
                     io.Combo.Input,
