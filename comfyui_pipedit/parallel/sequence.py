@@ -139,4 +139,7 @@ def own_tokens(tensor: Any, split: Split, context: Context) -> Any:
     if have not in (total, total + segments.replicated):
         raise OutOfStep(f"{split.module or 'the model'} has {have} tokens in {split.value!r} and the plan cuts {total}")
     own = tensor.narrow(split.dim, start, stop - start)
-    return own if have == total else torch.cat((own, tensor.narrow(split.dim, total, have - total)), dim=split.dim)
+    if have > total:
+        own = torch.cat((own, tensor.narrow(split.dim, total, have - total)), dim=split.dim)
+    # compiled blocks are guarded by strides: the first block's input must look like the second's
+    return own.contiguous()

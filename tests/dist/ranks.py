@@ -80,6 +80,7 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)]
     sys.path.append(str(REPOSITORY / ".workers"))
+    import torch._dynamo
     import torch.distributed
     from diffusers import WanTransformer3DModel  # noqa: F401  (imported before the forks, so that they need not)
 
