@@ -26,7 +26,7 @@ EMPTY_LATENT = "EmptyHunyuanLatentVideo"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The widgets of a sampler node. shift 0 = the model's own."""
+    """The widgets of a sampler node. shift 0 = the model's own. noise_offset: see sampling.draw_noises."""
 
     seed: int
     steps: int
@@ -35,6 +35,7 @@ class Settings:
     scheduler: str
     denoise: float = 1.0
     shift: float = 0.0
+    noise_offset: int = 1
 
     def __post_init__(self) -> None:
         if self.shift < 0:
@@ -159,7 +160,7 @@ def jobs(
     samples = video_samples(latent, files.geometry, files.name)
     table = solver(settings, files)
     noise = batch_noise(settings.seed, samples, latent.get("batch_index"))
-    noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises)
+    noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises, settings.noise_offset)
     texts = embedding(positive, "positive", files)
     others = embedding(negative, "negative", files) if negative is not None and settings.cfg != 1.0 else None
 

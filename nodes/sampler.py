@@ -7,12 +7,13 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.k_diffusion.sampling import default_noise_sampler
 from comfy_api.latest import io
 from comfy_execution.utils import get_executing_context
 
 from comfyui_pipedit.errors import InvalidJob, not_one_of
 from comfyui_pipedit.host.ticket import Ticket
-from comfyui_pipedit.sampling import SAMPLERS, SCHEDULERS
+from comfyui_pipedit.sampling import SAMPLERS, SCHEDULERS, draw_noise
 
 from . import convert, graph, waiting
 from .compat import make
@@ -201,7 +202,7 @@ class PipeDiTSampler(io.ComfyNode):
             )
             if denoise == 0.0:
                 return io.NodeOutput(dict(latent_image))
-            settings = Settings(seed, steps, cfg, sampler_name, scheduler, denoise, shift)
+            settings = Settings(seed, steps, cfg, sampler_name, scheduler, denoise, shift, noise_offset())
             node = getattr(get_executing_context(), "node_id", "")
             follow_up = decode_after(cls.hidden.prompt or {}, node, model)
             jobs = convert.jobs(model.files, positive, negative, latent_image, settings, follow_up, f"node {node}")
@@ -212,6 +213,12 @@ class PipeDiTSampler(io.ComfyNode):
         if follow_up is not None and frames:
             model.pools.remember(samples, Ahead(frames, follow_up.vae, follow_up.tiling))
         return io.NodeOutput(convert.latent_output(latent_image, samples), ui=account(model, tickets))
+
+
+def noise_offset() -> int:
+    """What this ComfyUI adds to the seed of a sampler's own noise on the CPU; it changed in January 2026."""
+    drawn = default_noise_sampler(torch.zeros(2), seed=0)(1.0, 0.5)
+    return 0 if torch.equal(drawn, draw_noise(0, [2])) else 1
 
 
 def decode_after(prompt: graph.Prompt, node: str, model: PoolModel) -> FollowUp | None:
