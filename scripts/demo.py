@@ -31,6 +31,8 @@ from comfyui_pipedit import contact_sheet, timeline  # noqa: E402
 from comfyui_pipedit.job import Span  # noqa: E402
 
 GRAPH = ROOT / "workflows" / "api" / "demo.json"
+PATIENCE = 10.0
+"""Seconds that processes may take to end after ComfyUI has."""
 Graph = dict[str, dict[str, Any]]
 
 
@@ -193,14 +195,17 @@ def make_everything(server: ComfyServer, graph: Graph, out: Path, timeout: float
 
 def check_nothing_left(processes: list[psutil.Process], port: int) -> None:
     """DemoFailed, after killing them, if processes of the demo outlive it, or if its port is still taken."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
     for process in alive:
         process.kill()
     if alive:
         raise DemoFailed(f"processes were left running: {[process.pid for process in alive]}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise DemoFailed(f"port {port} is still taken: {error}") from error
 
 
 def run(out: Path, timeout: float) -> None:
