@@ -141,5 +141,5 @@ def own_tokens(tensor: Any, split: Split, context: Context) -> Any:
     own = tensor.narrow(split.dim, start, stop - start)
     if have > total:
         own = torch.cat((own, tensor.narrow(split.dim, total, have - total)), dim=split.dim)
-    # compiled blocks are guarded by strides: the first block's input must look like the second's
-    return own.contiguous()
+    # a copy even where a view would do: compiled code is guarded by strides and by the offset in memory
+    return own.clone(memory_format=torch.contiguous_format)

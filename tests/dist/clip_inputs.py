@@ -1,4 +1,4 @@
-"""Inputs of a test clip, and its latent computed without any of worker/: diffusers' network and the formulas by hand."""
+"""Inputs of a test clip, and its latent computed without worker/: diffusers' network and the formulas by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from comfyui_pipedit.sampling import (
-    SolverTable, advance, draw_noise, draw_noises, finish, sigmas, solver_table, start,
+    SolverTable,
+    advance,
+    draw_noise,
+    draw_noises,
+    finish,
+    sigmas,
+    solver_table,
+    start,
 )
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,8 +99,8 @@ class Bench:
         kept = KeptLatent.create(inputs.noise.shape, inputs.table.num_state_tensors)
         plan = Plan(Group((0,)), Group((0,)))
         message = Open(
-            seq=1, job=case.name, weights=self.files.transformer, geometry=self.files.geometry, plan=plan, table=inputs.table,
-            cfg=case.settings.cfg, positive=self.share(inputs.positive),
+            seq=1, job=case.name, weights=self.files.transformer, geometry=self.files.geometry, plan=plan,
+            table=inputs.table, cfg=case.settings.cfg, positive=self.share(inputs.positive),
             negative=None if inputs.negative is None else self.share(inputs.negative), latent=self.share(inputs.latent),
             noise=self.share(inputs.noise), noises=tuple(self.share(noise) for noise in inputs.noises),
             kept=replace(kept.ref, fd=self.add(kept.fd)), first_step=0)
@@ -120,15 +121,15 @@ def fork(rank: int, bench: Bench, opens: list, out: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
+    code = 1
     try:
         run_rank(rank, bench, opens, out)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+        os._exit(code)
 
 
 def run_rank(rank: int, bench: Bench, opens: list, out: Path) -> None:
@@ -156,7 +157,7 @@ def run_rank(rank: int, bench: Bench, opens: list, out: Path) -> None:
     with torch.inference_mode():
         for case, (message, _) in opens:
             run_case(rank, case, message, bench, residency, context, device)
-            dist.barrier()  # the next group of a moved clip reads what the last one kept; and cases stay apart in errors
+            dist.barrier()  # cases stay apart, so that an error is the one of its case
     torch.save(phases, out / f"phases-{rank}.pt")
 
 
@@ -171,12 +172,13 @@ def run_case(rank: int, case: Case, message, bench: Bench, residency, context, d
         members = GROUPS[group]
         if rank in members:
             plan = Plan(Group(members), Group((members[0],)), chunks)
-            clip = Denoise(replace(message, plan=plan, first_step=first), bench.fds, residency.get(message.weights), context, device)
+            opened = replace(message, plan=plan, first_step=first)
+            clip = Denoise(opened, bench.fds, residency.get(message.weights), context, device)
             assert clip.units == message.table.num_steps
             for step in range(first, last):
                 clip.run(step, step + 1)
         if case.cuts:
-            dist.barrier()
+            dist.barrier()  # the next group reads what this one kept
 
 
 if __name__ == "__main__":

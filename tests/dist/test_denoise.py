@@ -1,4 +1,4 @@
-"""A clip on 1 to 4 gloo ranks: the same bits whatever the group, its order, the chunks, and where it was interrupted."""
+"""A clip on 1 to 4 gloo ranks: the same bits whatever the group, its order, the chunks, and where it is interrupted."""
 
 from __future__ import annotations
 
