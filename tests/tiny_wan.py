@@ -1,7 +1,7 @@
 """A small random Wan in diffusers' folder layout, with a closed vocabulary: what loader, model and worker tests run on.
 
-Weights keep activations near variance 1 (standard deviation 1 / sqrt(inputs)), so that the velocity depends visibly on the
-latent, the timestep and the text. Needs the workers' packages on sys.path: `use_worker_site`.
+Weights keep activations near variance 1 (standard deviation 1 / sqrt(inputs)), so that the velocity depends visibly on
+the latent, the timestep and the text. Needs the workers' packages on sys.path: `use_worker_site`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def transformer(**changes: Any) -> nn.Module:
     """4 heads of 16, 2 layers."""
     from diffusers import WanTransformer3DModel
 
-    config = {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16, "out_channels": 16,
-              "text_dim": TEXT_WIDTH, "freq_dim": 64, "ffn_dim": 128, "num_layers": 2, "rope_max_seq_len": 64, **changes}
+    config = {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16,
+              "out_channels": 16, "text_dim": TEXT_WIDTH, "freq_dim": 64, "ffn_dim": 128, "num_layers": 2,
+              "rope_max_seq_len": 64, **changes}
     return randomise(WanTransformer3DModel(**config)).eval()
 
 
@@ -89,5 +90,6 @@ def write_model(root: Path, dtype: str = "float32", shards: bool = False) -> Pat
     (root / "model_index.json").write_text(json.dumps({
         "_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"],
         "vae": ["diffusers", "AutoencoderKLWan"], "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "PreTrainedTokenizerFast"], "scheduler": ["diffusers", "UniPCMultistepScheduler"]}))
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"]}))
     return root

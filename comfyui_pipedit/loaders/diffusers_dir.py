@@ -89,7 +89,8 @@ def converted_bytes(weights: Weights, *, on_gpu: bool) -> int:
 
 def buffer_layout(weights: Weights, files: WeightFiles, compute: torch.dtype) -> dict[str, precision.Slot]:
     """Where the converted tensors of one component lie in the shared buffer."""
-    return precision.converted_layout(files.entries, compute, precision.KEEP_FP32.get((weights.family, weights.part), ()))
+    keep_fp32 = precision.KEEP_FP32.get((weights.family, weights.part), ())
+    return precision.converted_layout(files.entries, compute, keep_fp32)
 
 
 def _component(root: Path, index: dict[str, Any], part: str) -> dict[str, Any]:
@@ -97,7 +98,8 @@ def _component(root: Path, index: dict[str, Any], part: str) -> dict[str, Any]:
     folder, expected = FOLDERS[part], CLASSES[part]
     entry = index.get(folder)
     if not isinstance(entry, list) or len(entry) != 2 or not entry[1]:
-        raise LoadError(f"{root / 'model_index.json'} names no {folder}; a Wan 2.1 text-to-video folder has {', '.join(FOLDERS.values())}")
+        raise LoadError(f"{root / 'model_index.json'} names no {folder}; a Wan 2.1 text-to-video folder has "
+                        f"{', '.join(FOLDERS.values())}")
     if entry[1] != expected:
         raise LoadError(f"{root / 'model_index.json'}: {folder} is a {entry[1]}; only {expected} is handled yet")
     return read_json(root / folder / "config.json")
@@ -119,7 +121,8 @@ def _geometry(root: Path, transformer: dict[str, Any], vae: dict[str, Any], text
                         f"transformer's {channels} channels")
     width = int(_need(transformer, "text_dim", where))
     if text is not None and text.get("d_model") != width:
-        raise LoadError(f"{root / 'text_encoder' / 'config.json'}: d_model {text.get('d_model')} is not the transformer's text_dim {width}")
+        raise LoadError(f"{root / 'text_encoder' / 'config.json'}: d_model {text.get('d_model')} is not the "
+                        f"transformer's text_dim {width}")
     return Geometry(
         channels=channels, spatial=2 ** (len(_need(vae, "dim_mult", vae_file)) - 1),
         temporal=2 ** sum(map(bool, _need(vae, "temperal_downsample", vae_file))),
@@ -129,8 +132,9 @@ def _geometry(root: Path, transformer: dict[str, Any], vae: dict[str, Any], text
 
 
 def _refuse_variants(root: Path, transformer: dict[str, Any], vae: dict[str, Any]) -> None:
-    if transformer.get("image_dim") or transformer.get("added_kv_proj_dim") or transformer["in_channels"] != transformer.get(
-            "out_channels", transformer["in_channels"]):
+    channels = transformer["in_channels"]
+    if (transformer.get("image_dim") or transformer.get("added_kv_proj_dim")
+            or (transformer.get("out_channels") or channels) != channels):
         raise LoadError(f"{root.name} is an image-to-video Wan; only text to video is handled yet")
     if vae.get("is_residual") or vae.get("patch_size"):
         raise LoadError(f"{root.name} has the Wan 2.2 VAE; only Wan 2.1's is handled yet")
@@ -150,5 +154,6 @@ def check_dtype(name: str) -> str:
     """A weight dtype that can be computed in now. InvalidJob naming the allowed ones otherwise."""
     allowed = ("default", *precision.DTYPES)
     if name not in allowed:
-        raise InvalidJob(f"weight_dtype {name!r} is not supported yet; allowed: {', '.join(allowed)}; nearest: 'default'")
+        raise InvalidJob(f"weight_dtype {name!r} is not supported yet; allowed: {', '.join(allowed)}; "
+                         "nearest: 'default'")
     return name

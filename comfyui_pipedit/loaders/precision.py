@@ -1,6 +1,6 @@
 """Which dtype each tensor of a network is computed in, and where converted copies lie in a shared buffer.
 
-Host and ranks derive the same layout from the file headers alone, so that the host can make the buffer and any rank can fill it.
+Host and ranks derive the same layout from the file headers alone: the host makes the buffer, any rank can fill it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEEP_FP32: dict[tuple[str, str], tuple[str, ...]] = {
     ("wan", "transformer"): ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"),
     ("wan", "text"): ("wo",),
 }
-"""Per (family, part): modules whose names hold one of these parts stay float32 on a 16-bit network, as their authors did."""
+"""Per (family, part): modules whose names hold one of these parts stay float32 in a 16-bit network, as in diffusers."""
 
 ALIGNMENT = 64
 

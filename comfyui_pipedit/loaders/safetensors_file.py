@@ -59,7 +59,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         if single.is_file():
             return (single,)
     found = ", ".join(sorted(path.name for path in folder.glob("*.*"))) or "nothing"
-    raise LoadError(f"{folder} has no {STEMS[0]}.safetensors or {STEMS[1]}.safetensors (or an index of shards); found: {found}")
+    raise LoadError(f"{folder} has no {STEMS[0]}.safetensors or {STEMS[1]}.safetensors (or an index of shards); "
+                    f"found: {found}")
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
@@ -85,8 +86,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         if value["dtype"] not in DTYPES:
             raise LoadError(f"{path}: tensor {name} has dtype {value['dtype']}, which is not handled")
         if value["data_offsets"][1] > data_bytes:
-            raise LoadError(f"{path} is cut off: tensor {name} ends at byte {value['data_offsets'][1]} of {data_bytes}; "
-                            "download it again")
+            raise LoadError(f"{path} is cut off: tensor {name} ends at byte {value['data_offsets'][1]} of "
+                            f"{data_bytes}; download it again")
         entries[name] = Entry(name, DTYPES[value["dtype"]], tuple(value["shape"]), path)
     return entries
 

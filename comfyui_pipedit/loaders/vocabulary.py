@@ -1,4 +1,4 @@
-"""What a prompt may say, known from a model's tokenizer files: words of a closed vocabulary, and no prompt weights yet."""
+"""What a prompt may say, known from a model's tokenizer files: words of a closed vocabulary, no prompt weights yet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unescape(text: str) -> str:
 
 
 def check_weights(text: str) -> None:
-    """InvalidJob if a prompt holds weights, as in "(red:1.3)" or "(red)": they are not supported yet, and never ignored."""
+    """InvalidJob if a prompt holds weights, as in "(red:1.3)" or "(red)": not supported yet, and never ignored."""
     match = _WEIGHTED.search(text)
     if match:
         plain = match[1].split(":")[0].strip() or "the words alone"
@@ -58,7 +58,8 @@ def check_words(tokenizer: Tokenizer, vocabulary: tuple[str, ...], text: str) ->
         return
     encoding = tokenizer.encode(text, add_special_tokens=False)
     known = set(vocabulary)
-    unknown = [text[start:stop] for token, (start, stop) in zip(encoding.tokens, encoding.offsets, strict=True) if token not in known]
+    places = zip(encoding.tokens, encoding.offsets, strict=True)
+    unknown = [text[start:stop] for token, (start, stop) in places if token not in known]
     if unknown:
         raise InvalidJob(_unknown_words(list(dict.fromkeys(unknown)), vocabulary))
 
@@ -79,7 +80,7 @@ def check_text(files: ModelFiles, text: str) -> None:
 
 
 def load_tokenizer(root: Path) -> Tokenizer:
-    """The tokenizer of a pipeline folder, without padding or truncation. LoadError if its tokenizer.json is missing or damaged."""
+    """The tokenizer of a pipeline folder, without padding or truncation. LoadError if tokenizer.json is missing."""
     from tokenizers import Tokenizer
 
     path = root / "tokenizer" / "tokenizer.json"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Split:
     """A tensor of which a rank keeps only its own tokens.
 
-    module: name below the model ("" = the model itself). value: name or position of an argument of its forward, or, with
-    `output`, position in the tuple that it returns (0 for a lone tensor). dim: the token dimension.
-    num_dims: split only a tensor of so many dimensions (0 = any); Wan's timestep has a token dimension in one variant only.
+    module: name below the model ("" = the model itself). value: name or position of an argument of its forward, or,
+    with `output`, position in the tuple that it returns (0 for a lone tensor). dim: the token dimension.
+    num_dims: split only a tensor of so many dimensions (0 = any); Wan's timestep has a token dimension in one variant.
     """
 
     module: str
@@ -40,8 +40,8 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """How a model runs on a slice of its tokens. `attention`: name patterns (fnmatch) of the self-attention modules whose
-    Q, K, V must be exchanged; all other modules work token by token or see tensors that every rank has whole."""
+    """How a model runs on a slice of its tokens. `attention`: name patterns (fnmatch) of the self-attention modules
+    whose Q, K, V must be exchanged; all other modules work token by token or see tensors that every rank has whole."""
 
     splits: tuple[Split, ...]
     gathers: tuple[Gather, ...]
@@ -107,11 +107,14 @@ class Family(Protocol):
         """How many pieces `decode_pieces` yields for a latent of this shape."""
         ...
 
-    def decode_pieces(self, vae: nn.Module, latent: Tensor, tiling: Tiling | None, geometry: Geometry) -> Iterator[Tensor]:
-        """Decodes a latent in VAE space: pieces of frames in order, possibly empty ones. Several decodes may be under way
-        on one network. Whole (tiling None): exactly what the network's own decode gives. Tiled: ComfyUI's VAEDecodeTiled."""
+    def decode_pieces(self, vae: nn.Module, latent: Tensor, tiling: Tiling | None,
+                      geometry: Geometry) -> Iterator[Tensor]:
+        """Decodes a latent in VAE space: pieces of frames in order, possibly empty ones. Several decodes may be under
+        way on one network. Whole (tiling None): exactly what the network's own decode gives. Tiled: what ComfyUI's
+        VAEDecodeTiled gives."""
         ...
 
     def vae_encode(self, vae: nn.Module, frames: Tensor) -> Tensor:
-        """Frames -> the mode of the posterior, in VAE space. Surplus rows, columns and last frames are cut as ComfyUI does."""
+        """Frames -> the mode of the posterior, in VAE space. Surplus rows, columns and last frames are cut as ComfyUI
+        does."""
         ...

@@ -9,7 +9,7 @@ from ..job import Geometry
 
 
 def to_model(latent: Tensor, geometry: Geometry) -> Tensor:
-    """(latent - mean) / std by channel; an empty (all-zero) latent stays zero, as in ComfyUI. [1, C, T, h, w] float32."""
+    """(latent - mean) / std by channel; an all-zero latent stays zero, as in ComfyUI. [1, C, T, h, w] float32."""
     if not torch.count_nonzero(latent):
         return latent
     mean, std = _statistics(latent, geometry)

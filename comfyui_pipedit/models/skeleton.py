@@ -23,17 +23,20 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 def assign(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], what: str, optional: tuple[str, ...] = ()) -> None:
     """Makes the tensors the module's parameters, without a copy.
 
-    optional: names that a file may leave out (tied weights). LoadError naming what is missing, unknown or of another shape.
+    optional: names that a file may leave out (tied weights). LoadError naming what is missing, unknown or of another
+    shape.
     """
     state = dict(tensors)
     expected = module.state_dict()
     missing = sorted(expected.keys() - state.keys() - set(optional))
     unknown = sorted(state.keys() - expected.keys())
     if missing or unknown:
-        raise LoadError(f"{what} does not fit its config.json: {_some('missing', missing)}{_some('unknown', unknown)}".rstrip("; "))
+        wrong = _some("missing", missing) + _some("unknown", unknown)
+        raise LoadError(f"{what} does not fit its config.json: {wrong.rstrip('; ')}")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
-            raise LoadError(f"{what}: tensor {name} is {list(tensor.shape)} and its config.json says {list(expected[name].shape)}")
+            raise LoadError(f"{what}: tensor {name} is {list(tensor.shape)} and its config.json says "
+                            f"{list(expected[name].shape)}")
     module.load_state_dict(state, strict=False, assign=True)
 
 

@@ -20,7 +20,7 @@ from ..job import Geometry, Tiling
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Boxes along one axis, in latent cells. `first_short`: the first cell gives one sample and not `scale` of them (time)."""
+    """Boxes along one axis, in latent cells. `first_short`: time, whose first cell gives one sample."""
 
     size: int
     tile: int
@@ -55,7 +55,7 @@ class Axis:
 
 
 def axes(shape: tuple[int, ...], tiling: Tiling, geometry: Geometry) -> tuple[Axis, Axis, Axis]:
-    """Time, height and width of a latent [1, C, T, h, w], with the limits that ComfyUI's VAEDecodeTiled puts on its widgets."""
+    """Axes of a latent [1, C, T, h, w], with the limits that ComfyUI's VAEDecodeTiled puts on widgets."""
     overlap = min(tiling.overlap, tiling.tile // 4)
     short = tiling.temporal_tile < 2 * tiling.temporal_overlap
     temporal_overlap = tiling.temporal_overlap // 2 if short else tiling.temporal_overlap
@@ -91,8 +91,8 @@ def decode_tiles(decode: Callable[[Tensor], Tensor], latent: Tensor, cut: tuple[
         done = finished
 
 
-def _add_box(decode: Callable[[Tensor], Tensor], latent: Tensor, cut: tuple[Axis, Axis, Axis], box: tuple[int, int, int],
-             sums: Tensor, weights: Tensor) -> None:
+def _add_box(decode: Callable[[Tensor], Tensor], latent: Tensor, cut: tuple[Axis, Axis, Axis],
+             box: tuple[int, int, int], sums: Tensor, weights: Tensor) -> None:
     """Decodes the box whose first cells are `box`, and adds it and its weights."""
     cells = [slice(start, start + axis.length(start)) for axis, start in zip(cut, box, strict=True)]
     samples = decode(latent[(..., *cells)]).float().cpu()

@@ -48,7 +48,8 @@ def load_text(source: WeightSource) -> UMT5Text:
     """The encoder with the source's tensors, and the tokenizer beside it."""
     config = UMT5Config.from_dict({**source.config, "tie_word_embeddings": True})
     model = on_meta(lambda: UMT5EncoderModel(config))
-    assign(model, source.tensors(), f"{source.root.name}'s text encoder", optional=("shared.weight", "encoder.embed_tokens.weight"))
+    tables = ("shared.weight", "encoder.embed_tokens.weight")
+    assign(model, source.tensors(), f"{source.root.name}'s text encoder", optional=tables)
     _tie(model, source)
     folder = source.root / "tokenizer"
     return UMT5Text(model, load_tokenizer(source.root), text_tokens(folder / "tokenizer_config.json"),

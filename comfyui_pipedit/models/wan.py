@@ -41,7 +41,8 @@ class Wan:
         return model.to(source.device).eval()
 
     def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
-        """One evaluation -> float32 velocity of x's shape; sizes are padded circularly to the patch and cropped, as in ComfyUI."""
+        """One evaluation -> float32 velocity of x's shape; sizes are padded circularly to the patch and cropped, as in
+        ComfyUI."""
         length, height, width = x.shape[-3:]
         weight = model.patch_embedding.weight
         timestep = torch.tensor([sigma], dtype=torch.float32, device=weight.device) * TIMESTEPS
@@ -55,7 +56,8 @@ class Wan:
     def num_pieces(self, shape: tuple[int, ...], tiling: Tiling | None, geometry: Geometry) -> int:
         return wan_vae.num_pieces(shape, tiling, geometry)
 
-    def decode_pieces(self, vae: AutoencoderKLWan, latent: Tensor, tiling: Tiling | None, geometry: Geometry) -> Iterator[Tensor]:
+    def decode_pieces(self, vae: AutoencoderKLWan, latent: Tensor, tiling: Tiling | None,
+                      geometry: Geometry) -> Iterator[Tensor]:
         return wan_vae.decode_pieces(vae, latent, tiling, geometry)
 
     def vae_encode(self, vae: AutoencoderKLWan, frames: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def decode_pieces(vae: AutoencoderKLWan, latent: Tensor, tiling: Tiling | None, 
 
 
 def stream(vae: AutoencoderKLWan, latent: Tensor) -> Iterator[Tensor]:
-    """Samples [1, 3, f, H, W] about -1..1, not clamped: one frame for the first latent frame, the temporal factor for each other."""
+    """Samples [1, 3, f, H, W] about -1..1, not clamped, a latent frame at a time: the first gives one frame, the others
+    the temporal factor each."""
     cells = vae.post_quant_conv(latent.to(vae.post_quant_conv.weight))
     cache = [None] * vae._cached_conv_counts["decoder"]
     for i in range(cells.shape[2]):
@@ -59,12 +60,12 @@ def to_frames(samples: Tensor) -> Tensor:
 def vae_encode(vae: AutoencoderKLWan, frames: Tensor) -> Tensor:
     """Frames float32 [F, H, W, 3] in 0..1 -> latent float32 [1, C, T, h, w] in VAE space: the mode of the posterior.
 
-    As ComfyUI does: rows and columns beyond the spatial factor are cut evenly on both sides, frames beyond a multiple of
-    the temporal factor plus one at the end. InvalidJob for frames smaller than one latent cell.
+    As ComfyUI does: rows and columns beyond the spatial factor are cut evenly on both sides, frames beyond a multiple
+    of the temporal factor plus one at the end. InvalidJob for frames smaller than one latent cell.
     """
     scale = 2 ** (len(vae.config.dim_mult) - 1)
     if frames.shape[0] < 1 or min(frames.shape[1:3]) < scale:
-        raise InvalidJob(f"frames must be at least one of {scale}x{scale} pixels to be encoded, not {list(frames.shape)}")
+        raise InvalidJob(f"frames to encode must be at least one of {scale}x{scale} pixels, not {list(frames.shape)}")
     samples = _cropped(frames[..., :3], scale).movedim(-1, 0)[None] * 2.0 - 1.0
     return vae.encode(samples.to(vae.quant_conv.weight)).latent_dist.mode().float()
 

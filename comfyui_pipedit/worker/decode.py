@@ -20,7 +20,8 @@ class Decode:
 
     name = "decode"
 
-    def __init__(self, message: DecodeOpen, fds: Sequence[int], vae: Any, device: Device, on_phase: Callable[[str], None]) -> None:
+    def __init__(self, message: DecodeOpen, fds: Sequence[int], vae: Any, device: Device,
+                 on_phase: Callable[[str], None]) -> None:
         family = models.family(message.weights.family)
         latent = buffer.attach(fds[message.latent.fd], message.latent).to(device.torch, torch.float32)
         self._job, self._on_phase = message.job, on_phase
@@ -32,7 +33,8 @@ class Decode:
     def run(self, first: int, last: int) -> int:
         """Decodes pieces [first, last); the frames finished so far. OutOfStep if they do not follow those done."""
         if first != self._next or last > self.units:
-            raise OutOfStep(f"{self._job}: pieces {first} to {last} of {self.units} were leased and piece {self._next} is next")
+            raise OutOfStep(f"{self._job}: pieces {first} to {last} of {self.units} were leased and piece "
+                            f"{self._next} is next")
         for piece in range(first, last):
             self._on_phase(f"decode piece {piece + 1} of {self.units}")
             frames = next(self._pieces)

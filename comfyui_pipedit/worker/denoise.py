@@ -1,4 +1,4 @@
-"""A clip on one of its denoise ranks: every rank holds the whole latent and its solver state, and computes on its own tokens.
+"""A clip on one of its denoise ranks: each holds the whole latent and solver state, and computes on its own tokens.
 
 The update of a step is the same few operations on the same numbers on every rank, so nothing but the exchange is sent.
 """
@@ -24,8 +24,8 @@ from .device import Device
 
 
 class Denoise:
-    """Units are solver steps. At every boundary the group's leader writes the state to the kept latent; the last write is
-    the finished latent alone, in VAE space, as step `units`."""
+    """Units are solver steps. At every boundary the group's leader writes the state to the kept latent; the last write
+    is the finished latent alone, in VAE space, as step `units`."""
 
     name = "denoise"
 
@@ -61,7 +61,8 @@ class Denoise:
         return 0
 
     def _denoised(self, row: Row) -> Tensor:
-        """The guided estimate of the clean latent, combined as ComfyUI does: x - sigma * v each, then uncond + (cond - uncond) * cfg."""
+        """The guided estimate of the clean latent, as ComfyUI makes it: x - sigma * v for each text, then
+        uncond + (cond - uncond) * cfg."""
         with self._context.using(self._layout):
             estimates = [self._state.x - self._family.velocity(self._model, self._state.x, row.sigma, text) * row.sigma
                          for text in self._texts]

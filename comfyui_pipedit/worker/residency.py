@@ -1,7 +1,7 @@
 """Networks that are resident in a rank, and the one place where weights get their device and dtype.
 
-On the CPU a tensor whose dtype is right stays a view of the mapped file; the others lie once in a buffer that all ranks of
-the host map. On a GPU tensors are copied there and converted there.
+On the CPU a tensor whose dtype is right stays a view of the mapped file; the others lie once in a buffer that all ranks
+of the host map. On a GPU tensors are copied there and converted there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Residency:
         self._networks: dict[Weights, Any] = {}
 
     def load(self, weights: Weights, buffer: Tensor | None = None, writer: bool = True) -> int:
-        """Makes a network resident; its bytes on this device, mapped or not. LoadError if files are missing or do not fit."""
+        """Makes a network resident; its bytes, mapped or not. LoadError if files are missing or misfit."""
         if weights not in self._networks:
             self._on_phase(f"loading {weights.part}")
             with torch.inference_mode(False), torch.no_grad():
@@ -97,10 +97,10 @@ class Residency:
 
     def _build(self, weights: Weights, source: PlacedWeights) -> Any:
         family = models.family(weights.family)
-        build = {"transformer": family.load_transformer, "vae": family.load_vae, "text": family.load_text}.get(weights.part)
-        if build is None:
+        builders = {"transformer": family.load_transformer, "vae": family.load_vae, "text": family.load_text}
+        if weights.part not in builders:
             raise LoadError(f"{weights.path}: a model has no part {weights.part!r}")
-        network = build(source)
+        network = builders[weights.part](source)
         if weights.part == "transformer":
             sequence.install(network, family.sequence_plan, self._context)
         return network

@@ -1,7 +1,7 @@
 """Core's VAE nodes against our family on the same weights: python core_vae.py COMFY MODELS_DIR OUT WORKER_SITE.
 
-Writes OUT/core.safetensors and OUT/ours.safetensors: frames, latents and velocities by the names that `decodes`,
-`encodes` and `velocities` list. Core's are those of the nodes VAEDecode, VAEDecodeTiled, VAEEncode and of its Wan model.
+Writes OUT/core.safetensors and OUT/ours.safetensors: frames, latents and velocities by name. Core's are those of its
+nodes VAEDecode, VAEDecodeTiled and VAEEncode, and of its Wan model.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def inputs() -> dict[str, Any]:
 def by_core(models: Path, given: dict[str, Any]) -> dict[str, Tensor]:
     import comfy.sd
     import comfy.utils
-    import nodes
     import torch
+
+    import nodes
 
     reference = Reference(models)
     vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(reference.vae_file)))

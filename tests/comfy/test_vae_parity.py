@@ -19,7 +19,8 @@ Results = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def results(comfy_folder: Path, reference: Reference, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(comfy_folder: Path, reference: Reference, repository: Path,
+            tmp_path_factory: pytest.TempPathFactory) -> Results:
     """(core's, ours) by name."""
     out = tmp_path_factory.mktemp("vae")
     run("core_vae.py", comfy_folder, reference.models, out, repository / ".workers")

@@ -1,4 +1,4 @@
-"""The Wan family against diffusers' own classes: weights where they belong, velocity, streamed and tiled decode, text."""
+"""The Wan family against diffusers' own classes: weights in their places, velocity, streamed and tiled decode, text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 def test_a_loaded_network_is_the_stored_one(files: ModelFiles, residency: Residency) -> None:
     for weights, stored in ((files.transformer, tiny_wan.transformer()), (files.vae, tiny_wan.vae())):
@@ -143,10 +143,11 @@ def test_registered_families_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.family("none") is made
 
 
-# -- velocity -----------------------------------------------------------------------------------------------------------
+# -- velocity --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("size", [(1, 4, 4), (3, 7, 9), (2, 1, 3), (5, 12, 6)])
-def test_velocity_is_the_networks_own_on_the_padded_latent(files: ModelFiles, residency: Residency, size: tuple[int, ...]) -> None:
+def test_velocity_is_the_networks_own_on_the_padded_latent(files: ModelFiles, residency: Residency,
+                                                           size: tuple[int, ...]) -> None:
     x, text = draw(1, 16, *size), draw(1, 16, 32, seed=1)
     rows, columns = (torch.arange(extent + extent % 2) % extent for extent in size[1:])
     padded = x[:, :, :, rows][..., columns]
@@ -161,11 +162,12 @@ def test_velocity_sees_latent_sigma_and_text(files: ModelFiles, residency: Resid
     wan, model = models.family("wan"), residency.get(files.transformer)
     x, text = draw(1, 16, 2, 4, 4), draw(1, 16, 32, seed=1)
     first = wan.velocity(model, x, 0.7, text)
-    for other in (wan.velocity(model, x + 0.1, 0.7, text), wan.velocity(model, x, 0.5, text), wan.velocity(model, x, 0.7, -text)):
+    for changed in ((x + 0.1, 0.7, text), (x, 0.5, text), (x, 0.7, -text)):
+        other = wan.velocity(model, *changed)
         assert (first - other).abs().max() > 0.05
 
 
-# -- space --------------------------------------------------------------------------------------------------------------
+# -- space -----------------------------------------------------------------------------------------
 
 def test_model_space_and_back(files: ModelFiles) -> None:
     latent = draw(1, 16, 2, 3, 4)
@@ -175,7 +177,7 @@ def test_model_space_and_back(files: ModelFiles) -> None:
     assert not to_model(torch.zeros_like(latent), files.geometry).any(), "an empty latent is not shifted"
 
 
-# -- decode -------------------------------------------------------------------------------------------------------------
+# -- decode ----------------------------------------------------------------------------------------
 
 def reference_frames(latent: Tensor) -> Tensor:
     """diffusers' own decode of the whole latent."""
@@ -240,7 +242,7 @@ def brute_force(latent: Tensor, cut: tuple[Axis, Axis, Axis]) -> Tensor:
 
 
 def fake_decode(box: Tensor) -> Tensor:
-    """Samples that depend on the box they come from, so that a wrong weight shows: twice the size in space, 2t - 1 in time."""
+    """Samples that depend on their box, so that a wrong weight shows: twice the size in space, 2t - 1 in time."""
     grown = box[:, :3].repeat_interleave(2, 2).repeat_interleave(2, 3).repeat_interleave(2, 4)[:, :, 1:]
     return grown + box.mean()
 
@@ -263,7 +265,7 @@ def test_tiles_are_limited_as_comfyui_limits_them(files: ModelFiles, tiling: Til
     assert (width.tile, width.overlap) == (height.tile, height.overlap)
 
 
-# -- encode -------------------------------------------------------------------------------------------------------------
+# -- encode ----------------------------------------------------------------------------------------
 
 def test_vae_encode_is_the_posteriors_mode(files: ModelFiles, residency: Residency) -> None:
     frames = torch.rand(9, 24, 32, 3, generator=torch.Generator().manual_seed(0))
@@ -276,11 +278,11 @@ def test_vae_encode_cuts_what_comfyui_cuts(files: ModelFiles, residency: Residen
     frames = torch.rand(7, 29, 18, 3, generator=torch.Generator().manual_seed(0))
     wan, vae = models.family("wan"), residency.get(files.vae)
     assert torch.equal(wan.vae_encode(vae, frames), wan.vae_encode(vae, frames[:5, 2:26, 1:17]))
-    with pytest.raises(InvalidJob, match=r"at least one of 8x8 pixels"):
+    with pytest.raises(InvalidJob, match="at least one of 8x8 pixels"):
         wan.vae_encode(vae, frames[:, :7])
 
 
-# -- text ---------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 def test_text_is_the_encoders_output_with_zeros_after_it(files: ModelFiles, residency: Residency) -> None:
     found = residency.get(files.text).encode("a red circle moving left")
