@@ -40,7 +40,7 @@ class PipeDiTVAEDecode(io.ComfyNode):
             node_id="PipeDiTVAEDecode",
             display_name=NAME,
             category=CATEGORY,
-            description="VAE Decode on the pool's decode ranks, while the rest denoise the next clip. Linked straight to "
+            description="VAE Decode on the pool's decode ranks, while others denoise the next clip. Linked straight to "
             "a Multi-GPU Sampler with the same Loader's vae, it begins by itself after the last step.",
             search_aliases=["vae decode", "multi gpu decode", "parallel vae", "dedivae"],
             inputs=[

@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 Graph = dict[str, dict[str, Any]]
-LOADER = {"unet_name": "demo", "unet_name_low": "none", "weight_dtype": "default", "clip_name1": "auto", "clip_name2": "none",
-          "vae_name": "auto", "devices": "cpu:3"}
+LOADER = {
+    "unet_name": "demo",
+    "unet_name_low": "none",
+    "weight_dtype": "default",
+    "clip_name1": "auto",
+    "clip_name2": "none",
+    "vae_name": "auto",
+    "devices": "cpu:3",
+}
 SAMPLER = {"seed": 7, "steps": 4, "cfg": 5.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 DECODE = {"tiling": "auto", "tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
 
@@ -16,8 +23,15 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
 
 
 def clip_graph(
-    text: str = "a red circle moving right", negative: str | None = "", model: str = "demo", width: int = 64, height: int = 64,
-    length: int = 9, batch: int = 1, loader: dict[str, Any] | None = None, **sampler: Any,
+    text: str = "a red circle moving right",
+    negative: str | None = "",
+    model: str = "demo",
+    width: int = 64,
+    height: int = 64,
+    length: int = 9,
+    batch: int = 1,
+    loader: dict[str, Any] | None = None,
+    **sampler: Any,
 ) -> Graph:
     """Loader (1), texts (2, 3), empty latent (4), Sampler (5), Decode (6), PreviewImage (7), SaveLatent (8)."""
     graph = {

@@ -1,7 +1,8 @@
-"""The nodes as they are frozen since 0.1.0: ids, inputs, order, types, defaults, ranges. Append here, change nothing."""
+"""The nodes as they are frozen since 0.1.0: ids, inputs, order, types, defaults. Append here, change nothing."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,20 @@ FROZEN: dict[str, dict[str, Any]] = {
         "display_name": "PipeDiT Loader",
         "outputs": [("model", "PIPEDIT_MODEL"), ("clip", "CLIP"), ("vae", "VAE")],
         "required": [
-            ("unet_name", "COMBO", {"default": "demo"}), ("unet_name_low", "COMBO", {"default": "none"}),
-            ("weight_dtype", "COMBO", {"default": "default", "options": [
-                "default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2", "bf16", "fp16", "fp32"]}),
-            ("clip_name1", "COMBO", {"default": "auto"}), ("clip_name2", "COMBO", {"default": "none"}),
-            ("vae_name", "COMBO", {"default": "auto"}), ("devices", "STRING", {"default": "auto"}),
+            ("unet_name", "COMBO", {"default": "demo"}),
+            ("unet_name_low", "COMBO", {"default": "none"}),
+            (
+                "weight_dtype",
+                "COMBO",
+                {
+                    "default": "default",
+                    "options": ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2", "bf16", "fp16", "fp32"],
+                },
+            ),
+            ("clip_name1", "COMBO", {"default": "auto"}),
+            ("clip_name2", "COMBO", {"default": "none"}),
+            ("vae_name", "COMBO", {"default": "auto"}),
+            ("devices", "STRING", {"default": "auto"}),
         ],
         "optional": [],
     },
@@ -25,24 +35,35 @@ FROZEN: dict[str, dict[str, Any]] = {
         "display_name": "Multi-GPU Sampler",
         "outputs": [("LATENT", "LATENT")],
         "required": [
-            ("model", "PIPEDIT_MODEL", {}), ("positive", "CONDITIONING", {}), ("latent_image", "LATENT", {}),
+            ("model", "PIPEDIT_MODEL", {}),
+            ("positive", "CONDITIONING", {}),
+            ("latent_image", "LATENT", {}),
             ("seed", "INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True}),
-            ("steps", "INT", {"default": 20, "min": 1}), ("cfg", "FLOAT", {"default": 5.0, "min": 0.0, "max": 100.0, "step": 0.1}),
-            ("sampler_name", "COMBO", {"default": "euler"}), ("scheduler", "COMBO", {"default": "simple"}),
+            ("steps", "INT", {"default": 20, "min": 1}),
+            ("cfg", "FLOAT", {"default": 5.0, "min": 0.0, "max": 100.0, "step": 0.1}),
+            ("sampler_name", "COMBO", {"default": "euler"}),
+            ("scheduler", "COMBO", {"default": "simple"}),
             ("denoise", "FLOAT", {"default": 1.0, "min": 0.0, "max": 1.0}),
         ],
         "optional": [
-            ("negative", "CONDITIONING", {"lazy": True}), ("sigmas", "SIGMAS", {}), ("plan", "PIPEDIT_PLAN", {}),
-            ("shift", "FLOAT", {"default": 0.0}), ("switch_step", "INT", {"default": -1}),
+            ("negative", "CONDITIONING", {"lazy": True}),
+            ("sigmas", "SIGMAS", {}),
+            ("plan", "PIPEDIT_PLAN", {}),
+            ("shift", "FLOAT", {"default": 0.0}),
+            ("switch_step", "INT", {"default": -1}),
         ],
     },
     "PipeDiTVAEDecode": {
         "display_name": "Decoupled VAE Decode",
         "outputs": [("IMAGE", "IMAGE")],
         "required": [
-            ("samples", "LATENT", {}), ("vae", "VAE", {}), ("tiling", "COMBO", {"default": "auto", "options": ["auto", "off", "on"]}),
-            ("tile_size", "INT", {"default": 512, **TILES}), ("overlap", "INT", {"default": 64, **TILES, "min": 0}),
-            ("temporal_size", "INT", {"default": 64, "min": 8}), ("temporal_overlap", "INT", {"default": 8, "min": 4}),
+            ("samples", "LATENT", {}),
+            ("vae", "VAE", {}),
+            ("tiling", "COMBO", {"default": "auto", "options": ["auto", "off", "on"]}),
+            ("tile_size", "INT", {"default": 512, **TILES}),
+            ("overlap", "INT", {"default": 64, **TILES, "min": 0}),
+            ("temporal_size", "INT", {"default": 64, "min": 8}),
+            ("temporal_overlap", "INT", {"default": 8, "min": 4}),
         ],
         "optional": [("plan", "PIPEDIT_PLAN", {})],
     },
@@ -78,4 +99,23 @@ def test_nodes_of_later_versions_are_not_registered(name: str, comfy: Client) ->
 def test_everything_has_a_tooltip_and_help(name: str, comfy: Client) -> None:
     info = comfy.object_info(name)
     inputs = info["input"].get("required", {}) | info["input"].get("optional", {})
-    assert info["description"] and all(options["tooltip"] for _, options in inputs.values()) and all(info["output_tooltips"])
+    assert (
+        info["description"]
+        and all(options["tooltip"] for _, options in inputs.values())
+        and all(info["output_tooltips"])
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FROZEN))
+def test_help_page_is_served_where_the_editor_looks(name: str, comfy: Client, repository: Path) -> None:
+    page = comfy.request(f"/extensions/pack-{repository.name}/docs/{name}.md").decode()
+    assert page.startswith(f"# {FROZEN[name]['display_name']}\n")
+    assert not [entry[0] for group in ("required", "optional") for entry in FROZEN[name][group] if entry[0] not in page]
+
+
+def test_translations_name_every_input(comfy: Client) -> None:
+    defs = comfy.get("/i18n")["zh"]["nodeDefs"]
+    for name in FROZEN:
+        assert set(defs[name]["inputs"]) == {
+            entry[0] for group in ("required", "optional") for entry in FROZEN[name][group]
+        }

@@ -21,7 +21,9 @@ LIMIT = 20.0
 
 
 @pytest.fixture(scope="module")
-def fake_server(comfy_folder: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+def fake_server(
+    comfy_folder: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ComfyServer]:
     base = tmp_path_factory.mktemp("fake")
     write_paper_model(base / "models")
     (base / "models" / "diffusion_models").mkdir(parents=True)
@@ -219,7 +221,7 @@ def test_an_error_of_one_branch_cancels_the_others(fake: Client) -> None:
     graph["16"] = change(graph, "6", samples=["15", 0])["6"]
     graph["17"] = node("PreviewImage", images=["16", 0])
     prompt = fake.queue(graph)
-    first, second = await_asked(fake, "clip", 2)
+    _, second = await_asked(fake, "clip", 2)
     fake.request("/fake/release", {"fail_first": "rank 0 was killed"})
     assert "rank 0 was killed" in message(fake.wait(prompt, LIMIT))
     assert fake.get("/fake")["cancelled"] == [second["id"]]
@@ -251,29 +253,35 @@ def test_the_pools_errors_keep_their_class_and_get_the_nodes_name(fake: Client, 
         assert outcome.status == "success" and len(asked(fake, "decode")) == 1, "a lost decode is asked for again"
 
 
-@pytest.mark.parametrize(("widgets", "parts"), [
-    ({"unet_name": "diffusers/papre"}, ["unet_name 'diffusers/papre'", f"nearest: '{MODEL}'"]),
-    ({"unet_name": "single.safetensors"}, ["'single.safetensors' is a single file", "choose 'demo'"]),
-    ({"unet_name_low": "demo"}, ["unet_name_low 'demo'", "choose 'none'"]),
-    ({"weight_dtype": "fp8_e4m3fn"}, ["weight_dtype 'fp8_e4m3fn'", "later version"]),
-    ({"weight_dtype": "fp17"}, ["weight_dtype 'fp17'", "nearest: 'fp16'"]),
-    ({"clip_name2": "auto"}, ["clip_name2 'auto'", "later version"]),
-    ({"vae_name": "x.safetensors"}, ["vae_name 'x.safetensors'"]),
-    ({"devices": "gpu:0,gpu:1"}, ["gpu:0, gpu:1 not found", "cpu:N"]),
-    ({"devices": "two"}, ["devices 'two'", "nearest: 'auto'"]),
-])
+@pytest.mark.parametrize(
+    ("widgets", "parts"),
+    [
+        ({"unet_name": "diffusers/papre"}, ["unet_name 'diffusers/papre'", f"nearest: '{MODEL}'"]),
+        ({"unet_name": "single.safetensors"}, ["'single.safetensors' is a single file", "choose 'demo'"]),
+        ({"unet_name_low": "demo"}, ["unet_name_low 'demo'", "choose 'none'"]),
+        ({"weight_dtype": "fp8_e4m3fn"}, ["weight_dtype 'fp8_e4m3fn'", "later version"]),
+        ({"weight_dtype": "fp17"}, ["weight_dtype 'fp17'", "nearest: 'fp16'"]),
+        ({"clip_name2": "auto"}, ["clip_name2 'auto'", "later version"]),
+        ({"vae_name": "x.safetensors"}, ["vae_name 'x.safetensors'"]),
+        ({"devices": "gpu:0,gpu:1"}, ["gpu:0, gpu:1 not found", "cpu:N"]),
+        ({"devices": "two"}, ["devices 'two'", "nearest: 'auto'"]),
+    ],
+)
 def test_loader_refuses_by_name(fake: Client, widgets: dict[str, str], parts: list[str]) -> None:
     text = refusal(fake, change(paper(), "1", **widgets))
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize(("widgets", "parts"), [
-    ({"sampler_name": "dpmpp_sde"}, ["sampler_name 'dpmpp_sde'", "euler, heun", "later version"]),
-    ({"sampler_name": "eulre"}, ["sampler_name 'eulre'", "nearest: 'euler'"]),
-    ({"scheduler": "karras"}, ["scheduler 'karras'", "simple", "later version"]),
-    ({"switch_step": 3}, ["switch_step 3", "use -1"]),
-    ({"sigmas": ["9", 0]}, ["sigmas is connected", "later version"]),
-])
+@pytest.mark.parametrize(
+    ("widgets", "parts"),
+    [
+        ({"sampler_name": "dpmpp_sde"}, ["sampler_name 'dpmpp_sde'", "euler, heun", "later version"]),
+        ({"sampler_name": "eulre"}, ["sampler_name 'eulre'", "nearest: 'euler'"]),
+        ({"scheduler": "karras"}, ["scheduler 'karras'", "simple", "later version"]),
+        ({"switch_step": 3}, ["switch_step 3", "use -1"]),
+        ({"sigmas": ["9", 0]}, ["sigmas is connected", "later version"]),
+    ],
+)
 def test_sampler_refuses_by_name(fake: Client, widgets: dict[str, Any], parts: list[str]) -> None:
     graph = paper() | {"9": node("ManualSigmas", sigmas="1, 0")}
     if "ManualSigmas" not in fake.get("/object_info"):
@@ -282,12 +290,15 @@ def test_sampler_refuses_by_name(fake: Client, widgets: dict[str, Any], parts: l
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize(("what", "parts"), [
-    ("two entries", ["positive has 2 conditioning entries"]),
-    ("control", ["positive carries control, strength"]),
-    ("wide", ["[1, 16, 4096]", "[1, length, 64]"]),
-    ("mask", ["noise_mask"]),
-])
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("two entries", ["positive has 2 conditioning entries"]),
+        ("control", ["positive carries control, strength"]),
+        ("wide", ["[1, 16, 4096]", "[1, length, 64]"]),
+        ("mask", ["noise_mask"]),
+    ],
+)
 def test_inputs_that_are_not_supported_are_named(fake: Client, what: str, parts: list[str]) -> None:
     graph = paper() | {"9": node("FakeSource", text=["2", 0], latent=["4", 0], what=what)}
     text = message(run(fake, change(graph, "5", positive=["9", 0], latent_image=["9", 1])))
@@ -345,7 +356,9 @@ def test_free_unloads_idle_pools(fake: Client) -> None:
 
 def test_routes(fake: Client) -> None:
     run(fake, paper())
-    assert fake.get("/pipedit/status") == {"cpu:0,cpu:1,cpu:2": {"state": "fake", "asked": len(fake.get("/fake")["asked"])}}
+    assert fake.get("/pipedit/status") == {
+        "cpu:0,cpu:1,cpu:2": {"state": "fake", "asked": len(fake.get("/fake")["asked"])}
+    }
     spans = fake.get("/api/pipedit/spans")
     assert [span["name"] for span in spans] == ["denoise", "decode"]
     assert fake.get("/pipedit/spans?since=2.5") == [{"rank": 1, "name": "decode", "job": "b", "start": 3.0, "end": 4.0}]

@@ -1,4 +1,4 @@
-"""Each workflow in the editor's format and its API twin say the same, value by value, in the order of the node's widgets."""
+"""Each workflow in the editor's format and its API twin say the same, value by value."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_links_are_listed_at_both_ends(name: str) -> None:
 
 
 def test_every_workflow_has_a_twin() -> None:
-    assert NAMES and NAMES == sorted(path.stem for path in (FOLDER / "api").glob("*.json"))
+    assert NAMES and sorted(path.stem for path in (FOLDER / "api").glob("*.json")) == NAMES
 
 
 def test_editors_template_list_shows_them(comfy: Client) -> None:

@@ -1,7 +1,8 @@
 """A scripted engine for tests, put in at the one seam where nodes meet the engine; and nodes that make bad inputs.
 
-POST /fake {"hold": [kinds], "fail": {kind: text}} installs it anew; GET /fake tells what was asked of it; POST
-/fake/release {} lets held work go on, {"fail_first": text} ends the oldest with an error. Kinds: text, clip, decode, encode.
+POST /fake {"hold": [kinds], "fail": {kind: text}} installs it anew; GET /fake tells what was asked of it.
+POST /fake/release {} lets held work go on, {"fail_first": text} ends the oldest with an error.
+Kinds: text, clip, decode, encode.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class FakeEngine:
 
     def finish_frames(self, request: Any, ticket: Any) -> None:
         if "frames" in self.fail:
-            ticket.frames.fail(importlib.import_module("comfyui_pipedit.errors").rebuild("WorkerDied", self.fail["frames"]))
+            ticket.frames.fail(
+                importlib.import_module("comfyui_pipedit.errors").rebuild("WorkerDied", self.fail["frames"])
+            )
         else:
             ticket.frames.succeed(frames_of(ticket.result(), request.files.geometry))
 
@@ -88,7 +91,11 @@ class FakeEngine:
 
     def spans(self, since: float = 0.0) -> list[Any]:
         span = importlib.import_module("comfyui_pipedit.job").Span
-        return [found for found in (span(1, "decode", "b", 3.0, 4.0), span(0, "denoise", "a", 1.0, 2.0)) if found.end >= since]
+        return [
+            found
+            for found in (span(1, "decode", "b", 3.0, 4.0), span(0, "denoise", "a", 1.0, 2.0))
+            if found.end >= since
+        ]
 
     def free(self) -> None:
         self.freed += 1
@@ -107,11 +114,24 @@ def describe(name: str, kind: str, request: Any) -> dict[str, Any]:
     """What a request asks for, as JSON."""
     found: dict[str, Any] = {"id": name, "kind": kind}
     if kind == "clip":
-        found |= {"seed": request.seed, "cfg": request.cfg, "shape": list(request.latent.shape), "noise": float(request.noise.sum()),
-                  "steps": request.table.num_steps, "negative": request.negative is not None, "decode": request.decode is not None,
-                  "sampler": request.table.sampler, "sigma": request.table.sigmas[1], "dtype": request.files.transformer.dtype, "text": float(request.positive.mean())}
+        found |= {
+            "seed": request.seed,
+            "cfg": request.cfg,
+            "shape": list(request.latent.shape),
+            "noise": float(request.noise.sum()),
+            "steps": request.table.num_steps,
+            "negative": request.negative is not None,
+            "decode": request.decode is not None,
+            "sampler": request.table.sampler,
+            "sigma": request.table.sigmas[1],
+            "dtype": request.files.transformer.dtype,
+            "text": float(request.positive.mean()),
+        }
     tiling = getattr(request, "tiling", None)
-    return found | {"tiling": None if tiling is None else dataclasses.asdict(tiling), "texts": list(getattr(request, "texts", ()))}
+    return found | {
+        "tiling": None if tiling is None else dataclasses.asdict(tiling),
+        "texts": list(getattr(request, "texts", ())),
+    }
 
 
 def result(kind: str, request: Any) -> Any:
@@ -123,7 +143,9 @@ def result(kind: str, request: Any) -> Any:
     if kind == "decode":
         return frames_of(request.latent, request.geometry)
     frames, height, width, _ = request.frames.shape
-    return torch.full((1, request.geometry.channels, (frames - 1) // 4 + 1, height // 8, width // 8), request.frames.mean())
+    return torch.full(
+        (1, request.geometry.channels, (frames - 1) // 4 + 1, height // 8, width // 8), request.frames.mean()
+    )
 
 
 def frames_of(latent: torch.Tensor, geometry: Any) -> torch.Tensor:
@@ -138,9 +160,13 @@ class FakeSource(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="FakeSource", category="fake",
-            inputs=[io.Conditioning.Input("text", optional=True), io.Latent.Input("latent", optional=True),
-                    io.String.Input("what", default="")],
+            node_id="FakeSource",
+            category="fake",
+            inputs=[
+                io.Conditioning.Input("text", optional=True),
+                io.Latent.Input("latent", optional=True),
+                io.String.Input("what", default=""),
+            ],
             outputs=[io.Conditioning.Output("out_text"), io.Latent.Output("out_latent")],
         )
 

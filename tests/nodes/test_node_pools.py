@@ -1,0 +1,139 @@
+"""Engines by devices, decodes that run ahead, model lists, and keywords that an older ComfyUI does not know."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.host.ticket import Ticket
+from comfyui_pipedit.job import Tiling, Weights
+from nodes.catalog import Catalog, check_loader, complaint, diffusers_folders, fingerprint
+from nodes.compat import make
+from nodes.pools import Ahead, Pools
+
+VAE = Weights("wan", "vae", "/toy")
+
+
+class Closing:
+    def __init__(self, devices: str) -> None:
+        self.devices, self.closed = devices, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_one_engine_for_one_list_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pools = Pools(Closing)
+    first = pools.get("auto")
+    assert pools.get("cpu:3") is first and pools.get(" CPU:3") is first and pools.get("cpu:2") is not first
+    assert list(pools.all()) == ["cpu:0,cpu:1,cpu:2", "cpu:0,cpu:1"]
+    pools.close()
+    assert first.closed and not pools.all()
+
+
+def test_devices_of_the_settings_file_stand_for_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pipedit.yaml").write_text("devices: cpu:2\n")
+    monkeypatch.setenv("PIPEDIT_CONFIG", str(tmp_path / "pipedit.yaml"))
+    assert Pools(Closing).get("auto").devices == "cpu:2"
+
+
+def ticket(error: Exception | None = None) -> Ticket:
+    made = Ticket("frames", lambda job: None)
+    if error is not None:
+        made.fail(error)
+    return made
+
+
+def test_a_decode_ahead_is_taken_once_by_the_very_tensor() -> None:
+    pools, samples, tickets = Pools(Closing), torch.ones(1, 2), (ticket(),)
+    pools.remember(samples, Ahead(tickets, VAE, None))
+    assert pools.take(torch.ones(1, 2), VAE, None) is None
+    assert pools.take(samples, VAE, None) is tickets
+    assert pools.take(samples, VAE, None) is None
+
+
+@pytest.mark.parametrize(
+    ("vae", "tiling", "error"),
+    [
+        (Weights("wan", "vae", "/other"), None, None),
+        (VAE, Tiling(), None),
+        (VAE, None, InvalidJob("lost")),
+    ],
+)
+def test_a_decode_that_differs_or_failed_is_not_taken(vae: Weights, tiling: Tiling | None, error: Any) -> None:
+    pools, samples = Pools(Closing), torch.ones(1, 2)
+    pools.remember(samples, Ahead((ticket(error),), VAE, None))
+    assert pools.take(samples, vae, tiling) is None
+
+
+def test_a_decode_ahead_is_forgotten_with_its_latent() -> None:
+    pools = Pools(Closing)
+    pools.remember(torch.ones(1, 2), Ahead((ticket(),), VAE, None))
+    gc.collect()
+    assert len(pools.ahead) == 0
+
+
+class Folders:
+    """ComfyUI's folder_paths over one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def get_filename_list(self, folder_name: str) -> list[str]:
+        return sorted(path.name for path in (self.root / folder_name).glob("*.safetensors"))
+
+    def get_folder_paths(self, folder_name: str) -> list[str]:
+        return [str(self.root / folder_name)]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    for name in ("diffusers/org/wan/transformer", "diffusers/other", "diffusion_models", "checkpoints", "vae"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "diffusers/org/wan/model_index.json").write_text("{}")
+    (tmp_path / "diffusers/org/wan/transformer/model_index.json").write_text("{}")
+    (tmp_path / "diffusion_models/a.safetensors").write_bytes(b"")
+    (tmp_path / "checkpoints/a.safetensors").write_bytes(b"")
+    return Catalog.read(Folders(tmp_path))
+
+
+def test_names_and_what_they_stand_for(catalog: Catalog, tmp_path: Path) -> None:
+    assert catalog.names == ["demo", "diffusers/org/wan", "a.safetensors", "checkpoints/a.safetensors"]
+    assert catalog.folder("diffusers/org/wan") == tmp_path / "diffusers/org/wan"
+
+
+@pytest.mark.parametrize("name", ["../secret", "diffusers/../../secret", "/etc", "diffusers/other", ""])
+def test_only_listed_names_become_paths(catalog: Catalog, name: str) -> None:
+    with pytest.raises(InvalidJob, match="unet_name"):
+        catalog.folder(name)
+
+
+def test_values_over_links_are_checked_when_they_are_known(catalog: Catalog) -> None:
+    assert complaint(catalog, {"unet_name": None, "devices": None}) is None
+    check_loader(catalog, {"unet_name": "demo", "weight_dtype": "bf16", "devices": "cpu:4"})
+
+
+def test_fingerprint_sees_a_replaced_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("one")
+    before = fingerprint(tmp_path)
+    (tmp_path / "x").write_text("other")
+    assert fingerprint(tmp_path) != before
+
+
+def test_absent_folders_hold_nothing(tmp_path: Path) -> None:
+    assert list(diffusers_folders(tmp_path / "none")) == []
+
+
+def test_only_cosmetic_keywords_are_dropped() -> None:
+    def older(name: str, default: int = 0) -> tuple[str, int]:
+        return name, default
+
+    assert make(older, "a", default=2, advanced=True, search_aliases=["b"]) == ("a", 2)
+    with pytest.raises(TypeError):
+        make(older, "a", optionl=True)
