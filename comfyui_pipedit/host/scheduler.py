@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from ..config import EngineConfig
 from ..errors import Cancelled, JobError, PipeDiTError, PoolError, WorkerStuck, rebuild
 from ..job import Progress, Span, Stage
-from ..wire.messages import Close, Encoded, Failed, LeaseDone, Loaded, Message, Opened, Refused
+from ..wire.channel import close_all
+from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Message, Opened, Refused
 from .policies import Candidate, Policy, fcfs
 from .pool import FromRank, PoolEvent, PoolReady, RankLost
 from .residence import Residence
@@ -122,13 +123,9 @@ class Scheduler:
             self._opened(rank, message)
         elif isinstance(message, (LeaseDone, Encoded)):
             self._lease_done(rank, message, event.fds)
+            close_all(event.fds)
         elif isinstance(message, Refused):
             self._refused(rank, message)
-        elif isinstance(message, Failed):
-            log.error("rank %d failed in phase %r\n%s", rank, self.pool.phase(rank), message.traceback)
-            text = f"rank {rank} failed in phase {self.pool.phase(rank)!r}: {message.text}"
-            error = rebuild(message.error, text)
-            self._lost(error if isinstance(error, PoolError) else PoolError(text), (rank,))
 
     def _opened(self, rank: int, message: Opened) -> None:
         task = self.tasks.get(message.job)

@@ -32,14 +32,15 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork one rank; its socket comes as the frame's only descriptor."""
+    """Fork one rank and end all of older generations. Descriptors: its control socket, the write end of its log, the
+    phase board. `deadline`: seconds after which an exchange or the forming of the world is given up."""
 
     rank: int
     world: int
     generation: int
     device: str
     rendezvous: str
-    ping_deadline: float
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
