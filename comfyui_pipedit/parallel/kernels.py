@@ -21,8 +21,8 @@ FASTEST_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBack
 def local_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
                     is_causal: bool = False) -> Tensor:
     """Attention on [B, S, heads, D] by the kernel that torch picks; on the CPU that treats each head by itself."""
-    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return scaled_dot_product_attention(*heads_first, scale=scale, is_causal=is_causal).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal).transpose(1, 2)
 
 
 def attention_by(backend: SDPBackend) -> Attention:
