@@ -58,7 +58,8 @@ def install(module: nn.Module, plan: SequencePlan, context: Context) -> Undo:
     LoadError, before anything is hooked, if a name of the plan does not exist in the model.
     """
     exchanged = [found for pattern in plan.attention for found in _matching(module, pattern)]
-    placed = [(_find(module, entry.module), entry) for entry in (*plan.splits, *plan.gathers)]
+    entries: tuple[Split | Gather, ...] = (*plan.splits, *plan.gathers)
+    placed = [(_find(module, entry.module), entry) for entry in entries]
     attention.install()
     undos = [attention.mark(found) for found in exchanged] + [_hook(target, entry, context) for target, entry in placed]
 
@@ -133,6 +134,7 @@ def own_tokens(tensor: Any, split: Split, context: Context) -> Any:
     """
     if not isinstance(tensor, Tensor) or split.num_dims not in (0, tensor.dim()):
         return tensor
+    assert context.layout is not None, "hooks ask only where there is a layout"
     segments = context.layout.segments
     start, stop = segments.of(context.rank)
     total, have = segments.num_tokens, tensor.shape[split.dim]
