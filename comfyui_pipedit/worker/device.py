@@ -9,6 +9,8 @@ import torch
 
 from ..errors import InvalidJob, SetupError
 
+DType = torch.dtype  # inside of Device the name torch is a property
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -70,7 +72,7 @@ class Device:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def compute_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
+    def compute_dtype(self, name: str, stored: DType) -> DType:
         """What a network is computed in: the file's own dtype by default, float32 on the CPU (16-bit matmul is 100x slower there)."""
         if name == "default":
             return stored if self.on_gpu else torch.float32
