@@ -100,7 +100,7 @@ class Residency:
         builders = {"transformer": family.load_transformer, "vae": family.load_vae, "text": family.load_text}
         if weights.part not in builders:
             raise LoadError(f"{weights.path}: a model has no part {weights.part!r}")
-        network = builders[weights.part](source)
+        network: Any = builders[weights.part](source)
         if weights.part == "transformer":
             sequence.install(network, family.sequence_plan, self._context)
         return network
