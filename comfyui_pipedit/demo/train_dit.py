@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -60,7 +61,9 @@ def make_examples(folder: Path, painter: Painter, until: float, limit: int, seed
     """Draw, encode and caption clips until a time or a number of them is reached."""
     vae = AutoencoderKLWan.from_pretrained(folder).to(painter.device).eval()
     prepare_whole(vae)
-    latents, shown, batch = [], [], min(64, limit)
+    latents: list[torch.Tensor] = []
+    shown: list[Subject] = []
+    batch = min(64, limit)
     while not shown or (time.monotonic() < until and len(shown) < limit):
         attributes = random_attributes(batch, painter.device)
         latents.append(encode_whole(vae, painter.paint(attributes)).half())
@@ -206,7 +209,8 @@ def finish(trainer: Trainer, steps: int, args: argparse.Namespace) -> None:
     save_demo(args.out, plain, trainer.text_encoder, args.vae)
     trainer.transformer = plain.to(trainer.device, torch.float32).eval()
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(trainer.device).eval()
-    examiner, report = Examiner(trainer, vae), {"steps": steps, "examples": len(trainer.examples.latents)}
+    examiner = Examiner(trainer, vae)
+    report: dict[str, Any] = {"steps": steps, "examples": len(trainer.examples.latents)}
     for solver, cfg in (("uni_pc", 5.0), ("euler", 5.0), ("euler", 3.0)):
         report[f"validation {solver} {cfg:g}"] = examiner.right(validation_prompts(args.validation), solver, 20, cfg)
         print(json.dumps(report), flush=True)
