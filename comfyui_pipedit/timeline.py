@@ -6,7 +6,7 @@ share, so what stands above each other happened at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,11 @@ def clip_of(span: Span) -> str:
     return span.job.replace("frames-", "clip-")
 
 
-def clips_in(spans: Iterable[Span]) -> list[str]:
-    """The clips that were denoised or decoded, by when they started."""
+def clips_in(spans: Iterable[Span], labels: Collection[str] = ()) -> list[str]:
+    """The clips that were denoised or decoded: in the order of `labels`, and others behind by when they started."""
     order = sorted((span for span in spans if is_denoise(span) or is_decode(span)), key=lambda span: span.start)
-    return list(dict.fromkeys(clip_of(span) for span in order))
+    started = dict.fromkeys(clip_of(span) for span in order)
+    return [*(clip for clip in labels if clip in started), *(clip for clip in started if clip not in labels)]
 
 
 def merged(spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -102,7 +103,7 @@ def row_of_text(spans: Iterable[Span], clips: Sequence[str], begin: float, scale
 def as_text(spans: Sequence[Span], labels: Mapping[str, str], columns: int = 100) -> str:
     """The table: a line a rank with its busy time, the clips' names (`labels`: clip -> prompt), and the overlap."""
     begin, end = bounds(spans)
-    clips = clips_in(spans)
+    clips = clips_in(spans, labels)
     scale = columns / max(end - begin, 1e-9)
     lines = [f"{'':8}0 s{'':{columns - 9}}{end - begin:5.1f} s"]
     for rank in sorted({span.rank for span in spans}):
@@ -110,7 +111,7 @@ def as_text(spans: Sequence[Span], labels: Mapping[str, str], columns: int = 100
         text = row_of_text(own, clips, begin, scale, columns)
         lines.append(f"rank {rank:<2} {text}  busy {busy_seconds(own, rank):5.1f} s")
     lines.append("1 2 3 = denoising that clip, A B C = decoding it, e = encoding text, l = loading, . = idle")
-    lines += [f"{i + 1} {DECODE_LETTERS[i % 26]}  {labels.get(job, job)}" for i, job in enumerate(clips)]
+    lines += [f"{i + 1} {DECODE_LETTERS[i % 26]}  {labels.get(clip, clip)}" for i, clip in enumerate(clips)]
     lines.append(f"decoded beside the denoising of another clip: {overlap_seconds(spans):.2f} s of {end - begin:.2f} s")
     return "\n".join(lines) + "\n"
 
@@ -120,7 +121,7 @@ def draw(spans: Sequence[Span], labels: Mapping[str, str], path: Path) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     begin, end = bounds(spans)
-    clips, ranks = clips_in(spans), sorted({span.rank for span in spans})
+    clips, ranks = clips_in(spans, labels), sorted({span.rank for span in spans})
     height = TOP + ROW * len(ranks) + 24 * (len(clips) + 1) + 40
     image = Image.new("RGB", (WIDTH, height), "white")
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=15)
@@ -157,9 +158,9 @@ def _draw_span(pen: Pen, span: Span, clips: Sequence[str], box: tuple[float, flo
 
 
 def _draw_legend(pen: Pen, font: Font, clips: Sequence[str], labels: Mapping[str, str], top: int) -> None:
-    for place, job in enumerate(clips):
+    for place, clip in enumerate(clips):
         y = top + 24 * place
         pen.rectangle((LEFT, y, LEFT + 26, y + 16), fill=COLOURS[place % len(COLOURS)])
-        pen.text((LEFT + 36, y), labels.get(job, job), fill="black", font=font)
+        pen.text((LEFT + 36, y), labels.get(clip, clip), fill="black", font=font)
     note = "solid = denoise, striped = decode, grey = text encoding and loading; one row a rank"
     pen.text((LEFT, top + 24 * len(clips)), note, fill=(90, 90, 90), font=font)

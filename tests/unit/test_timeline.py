@@ -31,6 +31,12 @@ def test_clips_are_named_by_their_prompts() -> None:
     assert "1 A  a red circle" in text and "2 B  a blue square" in text
 
 
+def test_clips_are_numbered_as_their_labels_are() -> None:
+    text = timeline.as_text(SPANS, {"clip-2": "a blue square", "clip-1": "a red circle"}, columns=40)
+    assert "1 A  a blue square" in text and "2 B  a red circle" in text
+    assert text.splitlines()[1].split()[2] == "2" * 16 + "1" * 17 + "." * 7
+
+
 def test_overlap_counts_only_another_clips_denoising() -> None:
     assert timeline.overlap_seconds(SPANS) == pytest.approx(2.0)
     serial = [Span(0, "denoise", "clip-1", 0, 4), Span(1, "decode", "frames-1", 3, 5),
