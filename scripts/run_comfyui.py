@@ -3,6 +3,9 @@
 PyPI's torchvision next to a CPU build of torch refuses to import, because it gives fake kernels to two operators that
 its native library would have declared. Where that library cannot be loaded, the two are declared here first; all of
 torchvision that is written in Python then works.
+
+With RUN_COMFYUI_UNTIL_EOF=1 in the environment ComfyUI is interrupted when its standard input ends: whoever started it
+with a pipe takes it along, however that process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import signal
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,10 +74,19 @@ def install_torchvision_hook() -> None:
         sys.meta_path.insert(0, DeclareTorchvisionOps())
 
 
+def interrupt_at_eof() -> None:
+    """Interrupt this process when its standard input ends. Blocks until then."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def main() -> None:
     if len(sys.argv) < 2 or not Path(sys.argv[1], "main.py").is_file():
         raise SystemExit("usage: run_comfyui.py COMFY_DIR [ComfyUI's arguments]; COMFY_DIR must hold main.py")
     folder = Path(sys.argv[1]).resolve()
+    if os.environ.get("RUN_COMFYUI_UNTIL_EOF") == "1":
+        threading.Thread(target=interrupt_at_eof, daemon=True).start()
     install_torchvision_hook()
     os.chdir(folder)
     # ComfyUI expects its own folder where Python put the folder of this script.

@@ -59,7 +59,8 @@ def prepare_base(base: Path, packs: Sequence[Path]) -> None:
 
 
 class ComfyServer:
-    """One running server: `url`, `base`, `pid`, `log()`. Stopped by its process id, with an interrupt first."""
+    """One running server: `url`, `base`, `pid`, `log()`. Stopped by its process id, with an interrupt first; it also
+    ends by itself when the process that started it has ended."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, base: Path, log_file: Path) -> None:
         self.process, self.url, self.base, self.log_file = process, url, base, log_file
@@ -85,10 +86,10 @@ class ComfyServer:
         command = [sys.executable, str(LAUNCHER), str(comfy), "--cpu", "--listen", "127.0.0.1", "--port", str(port)]
         command += ["--base-directory", str(base), "--database-url", f"sqlite:///{base}/user/comfyui.db"]
         command += ["--disable-auto-launch", "--disable-api-nodes", *arguments]
-        settings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+        settings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "RUN_COMFYUI_UNTIL_EOF": "1"}
         process = subprocess.Popen(
-            command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            start_new_session=True,
+            command, env={**settings, **(environment or {})}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )
         server = cls(process, f"http://127.0.0.1:{port}", base, base / "server.log")
         server.wait_ready(timeout)
