@@ -1,1 +1,1 @@
-"""Video diffusion on a pool of processes: the engine behind the ComfyUI nodes and the command line. Importing it loads nothing."""
+"""Video diffusion on a pool of processes: the engine of the nodes and the command line. Importing it is cheap."""

@@ -1,4 +1,4 @@
-"""`python -m comfyui_pipedit generate|verify`: the pool without ComfyUI. Exit code 1 and a sentence when something is wrong."""
+"""`python -m comfyui_pipedit generate|verify`: the pool without ComfyUI. Exit code 1 and a sentence when it fails."""
 
 from __future__ import annotations
 

@@ -43,12 +43,14 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.out)
     files = find_model(options.model)
     check_text(files, options.prompt)
-    settings = Settings(options.seed, options.steps, options.cfg, options.sampler, options.scheduler, shift=options.shift)
+    settings = Settings(options.seed, options.steps, options.cfg, options.sampler, options.scheduler,
+                        shift=options.shift)
     shape = Clip.parse(options.size).latent_shape(files)
     engine = Engine(EngineConfig(devices=options.devices, split=options.split))
     try:
         print(f"{files.name}: {engine.describe_plan(files, shape)}", file=sys.stderr)
-        texts = encode_texts(engine, files, (options.prompt, options.negative) if options.cfg != 1 else (options.prompt,))
+        wanted = (options.prompt, options.negative) if options.cfg != 1 else (options.prompt,)
+        texts = encode_texts(engine, files, wanted)
         ticket = engine.submit(make_job(files, texts, shape, settings, decode=True, label="clip"))
         assert ticket.frames is not None
         follow(ticket)
@@ -56,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
         save_video(ticket.frames.result(), options.out, options.fps)
     finally:
         engine.close()
-    print(f"{options.out}: {shape[2]} latent frames, " + ", ".join(f"{k} {v:.1f} s" for k, v in times(ticket).items()), file=sys.stderr)
+    seconds = ", ".join(f"{stage} {value:.1f} s" for stage, value in times(ticket).items())
+    print(f"{options.out}: {shape[2]} latent frames, {seconds}", file=sys.stderr)
     return 0
 
 
@@ -70,7 +73,8 @@ def follow(ticket: Ticket) -> None:
     while not ticket.wait(0.2):
         progress = ticket.progress()
         if sys.stderr.isatty():
-            print(f"\r{progress.stage.value} {progress.done}/{progress.total} {progress.text:<40}", end="", file=sys.stderr)
+            line = f"{progress.stage.value} {progress.done}/{progress.total} {progress.text:<40}"
+            print(f"\r{line}", end="", file=sys.stderr)
     if sys.stderr.isatty():
         print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
     ticket.result()
@@ -85,13 +89,14 @@ def check_writable(path: Path) -> None:
 
 
 def save_video(frames: Tensor, path: Path, fps: int) -> None:
-    """frames float32 [F, H, W, 3] in 0..1 -> H.264 mp4, written whole or not at all. StorageFull if the disk has no room."""
+    """frames float32 [F, H, W, 3] in 0..1 -> H.264 mp4, written whole or not at all. StorageFull if that fails."""
     data = encode_video(frames, fps)
     try:
         with path.open("wb") as file:
             file.write(data)
     except OSError as error:
-        raise StorageFull(f"{path} could not be written ({len(data):,} bytes): {error.strerror}. Free space or choose another "
+        raise StorageFull(f"{path} could not be written ({len(data):,} bytes): {error.strerror}. "
+                          f"Free space or choose another "
                           f"--out; the same command with the same seed gives the same clip") from error
 
 

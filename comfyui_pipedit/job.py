@@ -1,6 +1,7 @@
-"""What is asked of the pool and what comes back: frozen nouns. Tensors are CPU tensors; the wire turns them into mapped buffers.
+"""What is asked of the pool and what comes back: frozen nouns.
 
-Latents here are in VAE space, as ComfyUI's LATENT is; the worker normalises them for the model (DESIGN: models/geometry).
+Tensors are CPU tensors; the wire turns them into mapped buffers. Latents here are in VAE space, as ComfyUI's LATENT is;
+the worker normalises them for the model (models/geometry.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stage(str, Enum):
-    """Where a job is. Its trajectory is WAITING, LOADING, DENOISING, DECODING, DONE; FAILED and CANCELLED end it too."""
+    """Where a job is. Its trajectory is WAITING, LOADING, DENOISING, DECODING, DONE; FAILED and CANCELLED end it."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -47,7 +48,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a family's latents relate to frames: channels, spatial and temporal factors, patch (t, h, w), text width and length.
+    """How a family's latents relate to frames: channels, spatial and temporal factors, patch (t, h, w), text width and
+    length.
 
     `mean` and `std` (one per channel) take VAE space to model space: (x - mean) / std.
     """
@@ -129,7 +131,7 @@ class Job:
     """One clip to denoise.
 
     positive, negative: text embeddings float32 [1, L, D] (negative None = one guidance branch).
-    latent, noise: float32 [1, C, T, h, w]; latent in VAE space, noise unit normal. noises: further draws the solver wants.
+    latent, noise: float32 [1, C, T, h, w]; latent in VAE space, noise unit normal. noises: further draws of the solver.
     decode: when set, the pool decodes right after the last step, into the same ticket's frames.
     """
 
@@ -156,8 +158,8 @@ class Job:
                              f"{geometry.channels}; use the empty-latent node of this model's family")
         for name, text in (("positive", self.positive), ("negative", self.negative)):
             if text is not None and (text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != geometry.text_width):
-                raise InvalidJob(f"{name} must be a text embedding [1, L, {geometry.text_width}] of {self.files.name}'s own "
-                                 f"text encoder, not {list(text.shape)}")
+                raise InvalidJob(f"{name} must be a text embedding [1, L, {geometry.text_width}] of "
+                                 f"{self.files.name}'s own text encoder, not {list(text.shape)}")
 
     @property
     def branches(self) -> int:

@@ -1,7 +1,7 @@
 """Which ranks do what for a job, and how: values only, no process groups, no torch.
 
 Group, Segments and HeadTable are the data behind every kind of attention parallelism (docs/structures.md): owners =
-holders is Ulysses, the same in chunks is PipeSP, owners = holders + idle decode ranks is Aco (PipeDiT sections 3.1, 3.3).
+holders is Ulysses, the same in chunks is PipeSP, owners = holders + idle decode ranks is Aco (PipeDiT, 3.1, 3.3).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class HeadTable:
-    """Which rank computes attention for which heads: `spans[i]` (start, stop) of `owners.ranks[i]`; empty spans are legal."""
+    """Which rank computes attention for which heads: `spans[i]` (start, stop) of `owners.ranks[i]`; it may be empty."""
 
     owners: Group
     spans: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class HeadTable:
         return self.spans[-1][1]
 
     def chunk(self, chunk: int, chunks: int) -> tuple[tuple[int, int], ...]:
-        """For each owner the heads of its `chunk`-th of `chunks` chunks; an owner with fewer heads gets empty last ones."""
+        """For each owner the heads of its `chunk`-th of `chunks` chunks; the last may be empty."""
         spans = []
         for start, stop in self.spans:
             first, last = cut(stop - start, chunks)[chunk]
@@ -149,7 +149,8 @@ def split_groups(split: str, world: int) -> tuple[Group, Group]:
     denoise, decode = int(match[1]), int(match[2] or 0)
     if denoise + decode > world:
         raise Unplannable(f"split {split!r} needs {denoise + decode} ranks and the pool has {world}; "
-                          f"nearest: {world - 1}+1" if world > 1 else f"split {split!r} needs more than the one rank here; use '1'")
+                          f"nearest: {world - 1}+1" if world > 1 else
+                          f"split {split!r} needs more than the one rank here; use '1'")
     first = Group(tuple(range(denoise)))
     return first, Group(tuple(range(denoise, denoise + decode))) if decode else Group((denoise - 1,))
 

@@ -69,15 +69,17 @@ def encode_texts(engine: Engine, files: ModelFiles, texts: tuple[str, ...]) -> l
     return ticket.result()
 
 
-def make_job(files: ModelFiles, texts: list[Tensor], shape: tuple[int, ...], settings: Settings, *, decode: bool = False,
-             plan: Plan | None = None, label: str = "") -> Job:
+def make_job(files: ModelFiles, texts: list[Tensor], shape: tuple[int, ...], settings: Settings, *,
+             decode: bool = False, plan: Plan | None = None, label: str = "") -> Job:
     """A clip from an empty latent. texts: the positive's embedding and, for guidance, the negative's."""
     shift = settings.shift or files.shift
     sampling.check_settings(settings.sampler, settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise,
                             cfg=settings.cfg)
-    levels = sampling.sigmas(settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, sampler=settings.sampler)
+    levels = sampling.sigmas(settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise,
+                             sampler=settings.sampler)
     table = sampling.solver_table(settings.sampler, levels)
     return Job(
         files=files, positive=texts[0], negative=texts[1] if len(texts) > 1 else None, latent=torch.zeros(shape),
-        noise=sampling.draw_noise(settings.seed, shape), noises=tuple(sampling.draw_noises(settings.seed, shape, table.num_noises)),
+        noise=sampling.draw_noise(settings.seed, shape),
+        noises=tuple(sampling.draw_noises(settings.seed, shape, table.num_noises)),
         table=table, cfg=settings.cfg, seed=settings.seed, decode=files.vae if decode else None, plan=plan, label=label)

@@ -1,6 +1,6 @@
 """`python -m comfyui_pipedit verify`: does this machine give the same numbers on any number of ranks?
 
-One pool, many plans: every split of every rank count, every chunk count, an even and an uneven number of tokens. Each row
+One pool, many plans: every split of every rank count, every chunk count, an even and an uneven number of tokens. A row
 compares the final latent and the decoded frames with one rank's.
 """
 
@@ -94,7 +94,9 @@ def plans(split: str, num_heads: int, world: int) -> Iterator[Plan]:
         yield Plan(denoise, decode, chunks)
 
 
-def rows(engine: Engine, files: ModelFiles, texts: list[Tensor], settings: Settings, counts: list[int]) -> Iterator[Row]:
+def rows(
+    engine: Engine, files: ModelFiles, texts: list[Tensor], settings: Settings, counts: list[int]
+) -> Iterator[Row]:
     """Runs everything and yields a row for each plan and size."""
     tolerance = GPU_TOLERANCE if on_gpu(engine.devices) else 0.0
     for clip in SIZES:

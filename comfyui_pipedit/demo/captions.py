@@ -49,7 +49,7 @@ def subject(colour: int, shape: int, direction: int, speed: int, background: int
 
 def caption(shown: Subject, chance: random.Random) -> str:
     """One of the many ways to say what `shown` is; mostly the plain one."""
-    weights, templates = zip(*TEMPLATES)
+    weights, templates = zip(*TEMPLATES, strict=True)
     template = chance.choices(templates, weights)[0]
     article = "an" if shown.colour == "orange" else "a"
     words = {

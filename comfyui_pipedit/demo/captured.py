@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: the demo's models are so small that launching their kernels takes longer than running them."""
+"""Training steps as CUDA graphs: launching kernels of models this small takes longer than running them."""
 from __future__ import annotations
 
 import math
@@ -22,7 +22,7 @@ class Tick:
 def captured(step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
     """`step` (forward, backward, update; no input, no host value, no synchronisation) as a replayable CUDA graph.
 
-    Runs it a few times first. On the CPU the step itself is returned. The returned loss is overwritten by the next call.
+    Runs it a few times first. On the CPU the step itself is returned. The next call overwrites the returned loss.
     """
     if not torch.cuda.is_available():
         return step
@@ -67,7 +67,7 @@ def warm_cosine(step: int, warm_up: int, done: float) -> float:
 
 
 def ticks(until: float, every: int = 10) -> Iterator[Tick]:
-    """Count steps until the monotonic clock shows `until`; waits for the GPU every few steps, so that the time is real."""
+    """Count steps until the monotonic clock shows `until`; waits for the GPU every few steps, so the time is real."""
     start, step, done = time.monotonic(), 0, 0.0
     seconds = max(until - start, 1e-3)
     while done < 1:

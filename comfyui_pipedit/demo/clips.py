@@ -1,4 +1,4 @@
-"""Procedural clips: one flat shape that moves in a straight line over a flat background, drawn in batches on a device."""
+"""Procedural clips: one flat shape that moves in a straight line over a flat background, drawn in batches."""
 from __future__ import annotations
 
 from dataclasses import dataclass

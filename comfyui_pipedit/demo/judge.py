@@ -27,7 +27,7 @@ def judge(clip: torch.Tensor) -> Verdict:
     """The verdict on a clip [frames, height, width, 3] of floats in 0..1.
 
     The colour is the palette entry nearest to the thing's mean colour and must be the same in every frame; the shape is
-    told by area over bounding box, the median over the frames; the direction by the way from the first to the last centroid.
+    told by area over bounding box, the median over the frames; the direction by the way from first to last centroid.
     A frame without one clear thing makes all three "none".
     """
     masks = thing_masks(clip.float().cpu())
@@ -37,7 +37,7 @@ def judge(clip: torch.Tensor) -> Verdict:
 
 
 def thing_masks(clip: torch.Tensor) -> torch.Tensor | None:
-    """Pixels of the one thing in each frame, bool [frames, height, width]; None if a frame has none, or more than one."""
+    """Pixels of the one thing in each frame, bool [frames, height, width]; None if a frame has none or several."""
     pixels = clip.flatten(1, 2)
     distance = (pixels - pixels.median(1, keepdim=True).values).norm(dim=-1)
     contrast = distance.topk(pixels.shape[1] // 200, dim=1).values.mean(1, keepdim=True)
@@ -54,13 +54,13 @@ def _largest_parts(masks: torch.Tensor) -> torch.Tensor:
     spread = F.max_pool2d(labels, 3, stride=1, padding=1) * masks
     while not torch.equal(spread, labels):
         labels, spread = spread, F.max_pool2d(spread, 3, stride=1, padding=1) * masks
-    biggest = torch.stack([frame[mask].mode().values for frame, mask in zip(labels, masks)])
+    biggest = torch.stack([frame[mask].mode().values for frame, mask in zip(labels, masks, strict=True)])
     return labels == biggest[:, None, None]
 
 
 def _colour(clip: torch.Tensor, masks: torch.Tensor) -> str:
     palette = torch.tensor(tuple(COLOURS.values())) / 255
-    mean = torch.stack([frame[_interior(mask)].mean(0) for frame, mask in zip(clip, masks)])
+    mean = torch.stack([frame[_interior(mask)].mean(0) for frame, mask in zip(clip, masks, strict=True)])
     seen = set(torch.cdist(mean, palette).argmin(1).tolist())
     return tuple(COLOURS)[seen.pop()] if len(seen) == 1 else "none"
 

@@ -1,4 +1,4 @@
-"""Sampling the demo model without the pool: what training looks at, and a reference by other means than the engine's."""
+"""Sampling the demo model without the pool: what training looks at, and a reference that shares nothing with it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ def simple_sigmas(steps: int) -> list[float]:
     return [SHIFT * t / (1 + (SHIFT - 1) * t) for t in times] + [0.0]
 
 
-def guided(transformer: torch.nn.Module, text: torch.Tensor, empty: torch.Tensor, cfg: float) -> Callable[..., torch.Tensor]:
+def guided(
+    transformer: torch.nn.Module, text: torch.Tensor, empty: torch.Tensor, cfg: float
+) -> Callable[..., torch.Tensor]:
     """Velocity under classifier-free guidance as a function of latents and noise level. `empty` has a batch of 1."""
     both = torch.cat([empty.expand_as(text), text])
 
@@ -38,7 +40,7 @@ def guided(transformer: torch.nn.Module, text: torch.Tensor, empty: torch.Tensor
 def euler(velocity: Callable[..., torch.Tensor], x: torch.Tensor, steps: int) -> torch.Tensor:
     """Normalised latents by Euler steps over the simple schedule."""
     sigmas = simple_sigmas(steps)
-    for sigma, following in zip(sigmas, sigmas[1:]):
+    for sigma, following in zip(sigmas, sigmas[1:], strict=False):
         x = x + (following - sigma) * velocity(x, sigma)
     return x
 

@@ -52,7 +52,8 @@ def save_tokenizer(folder: Path) -> None:
     build_tokenizer().save(str(folder / "tokenizer.json"))
     special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK}
     _write(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_TOKENS, "padding_side": "right", **special,
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_TOKENS, "padding_side": "right",
+        **special,
     })
     _write(folder / "special_tokens_map.json", special)
 

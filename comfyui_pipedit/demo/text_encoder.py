@@ -1,4 +1,4 @@
-"""A small UMT5 encoder for training: the names and the arithmetic of transformers' UMT5EncoderModel, nothing that waits for the host.
+"""A small UMT5 encoder for training: names and arithmetic of transformers' UMT5EncoderModel, no wait for the host.
 
 transformers' own class asks the GPU about masks on the way, which a captured training step can't. A test compares both.
 """
@@ -13,7 +13,8 @@ from torch import nn
 from .words import MAX_TOKENS, vocabulary
 
 CONFIG = {
-    "architectures": ["UMT5EncoderModel"], "model_type": "umt5", "vocab_size": len(vocabulary()), "d_model": 64, "d_kv": 16,
+    "architectures": ["UMT5EncoderModel"], "model_type": "umt5", "vocab_size": len(vocabulary()),
+    "d_model": 64, "d_kv": 16,
     "d_ff": 128, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128, "dropout_rate": 0.0, "layer_norm_epsilon": 1e-6, "initializer_factor": 1.0,
     "feed_forward_proj": "gated-gelu", "is_encoder_decoder": False, "use_cache": False, "pad_token_id": 0,
@@ -122,7 +123,7 @@ class TextEncoder(nn.Module):
 
 
 def distance_buckets(tokens: int) -> torch.Tensor:
-    """Bucket of each (query, key) pair: exact for near tokens, logarithmic for far ones, apart for each side (T5, section 2.1)."""
+    """Bucket of each (query, key) pair: exact for near tokens, logarithmic for far ones, each side apart (T5, 2.1)."""
     half = CONFIG["relative_attention_num_buckets"] // 2
     exact = half // 2
     distance = torch.arange(tokens)[None] - torch.arange(tokens)[:, None]

@@ -1,7 +1,10 @@
-"""Trains the demo's transformer and text encoder: `python -m comfyui_pipedit.demo.train_dit --vae DIR --seconds 480 --out DIR`.
+"""Trains the demo's transformer and text encoder:
 
-Flow matching on latents of drawn clips, encoded once by the trained VAE. The whole step, data and noise included, is one CUDA
-graph. Needs diffusers; made for one GPU. Writes the whole pipeline folder and a report on how well prompts are followed.
+    python -m comfyui_pipedit.demo.train_dit --vae DIR --seconds 480 --out DIR
+
+Flow matching on latents of drawn clips, encoded once by the trained VAE. The whole step, data and noise included, is
+one CUDA graph. Needs diffusers; made for one GPU. Writes the whole pipeline folder and a report on how well prompts are
+followed.
 """
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ class Examples:
 def new_transformer(device: torch.device) -> WanTransformer3DModel:
     """The demo's Wan transformer: 8 heads of 32, 8 layers, 9 million parameters."""
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=8, attention_head_dim=32, in_channels=16, out_channels=16, text_dim=64,
-        freq_dim=256, ffn_dim=1024, num_layers=8, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        patch_size=(1, 2, 2), num_attention_heads=8, attention_head_dim=32, in_channels=16, out_channels=16,
+        text_dim=64, freq_dim=256, ffn_dim=1024, num_layers=8, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
     ).to(device)
 
 
@@ -130,7 +133,7 @@ class Trainer:
     @torch.no_grad()
     def take_mean(self) -> None:
         """Put the running mean in place of the weights."""
-        for parameter, mean in zip(self.parameters, self.mean):
+        for parameter, mean in zip(self.parameters, self.mean, strict=True):
             parameter.copy_(mean)
 
 
@@ -163,12 +166,14 @@ class Examiner:
     def right(self, prompts: list[JudgedPrompt], solver: str, steps: int, cfg: float) -> list[float]:
         """Shares of prompts with colour, shape, direction, and all three right."""
         clips = self.clips(prompts, solver, steps, cfg)
-        marks = torch.tensor([_marks(prompt, clip) for prompt, clip in zip(prompts, clips)], dtype=torch.float32)
+        pairs = zip(prompts, clips, strict=True)
+        marks = torch.tensor([_marks(prompt, clip) for prompt, clip in pairs], dtype=torch.float32)
         return [*marks.mean(0).tolist(), marks.prod(1).mean().item()]
 
 
 def _marks(prompt: JudgedPrompt, clip: torch.Tensor) -> tuple[bool, bool, bool]:
-    return tuple(a == b for a, b in zip(astuple(judge(clip)), (prompt.colour, prompt.shape, prompt.direction)))
+    asked = (prompt.colour, prompt.shape, prompt.direction)
+    return tuple(a == b for a, b in zip(astuple(judge(clip)), asked, strict=True))
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""Trains the demo's VAE: `python -m comfyui_pipedit.demo.train_vae --seconds 420 --out weights/vae`. Needs diffusers; made for one GPU.
+"""Trains the demo's VAE: `python -m comfyui_pipedit.demo.train_vae --seconds 420 --out weights/vae`.
 
-A curriculum over clip length (1, 5, then 17 frames): most of what a frame needs is learned where steps are cheap. The loss
-weighs pixels by how far they are from the clip's mean colour, that is the shape far above the background.
+Needs diffusers; made for one GPU.
+
+A curriculum over clip length (1, 5, then 17 frames): most of what a frame needs is learned where steps are cheap. The
+loss weighs pixels by how far they are from the clip's mean colour, that is the shape far above the background.
 """
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How convolutions are computed; the fastest is found by trying, since small channel counts are odd ground for cuDNN."""
+    """How convolutions are computed; the fastest is found by trying, since cuDNN is not made for few channels."""
 
     dtype: torch.dtype
     channels_last: bool
@@ -116,7 +119,7 @@ def fastest_setting(blocks: int, painter: Painter) -> Setting:
     times = {}
     for setting in SETTINGS:
         trial = Trainer(blocks, setting, painter)
-        run = captured(lambda: trial.step(PHASES[-1]), trial.optimizer)
+        run = captured(partial(trial.step, PHASES[-1]), trial.optimizer)
         start = time.monotonic()
         for _ in range(8):
             run()
@@ -146,9 +149,10 @@ def measure(vae: AutoencoderKLWan, painter: Painter) -> dict[str, float]:
     restored = vae.decode(latents).sample
     noisy = vae.decode(latents + 0.2 * deviation * torch.randn_like(latents)).sample
     sure = [judge((clip.permute(1, 2, 3, 0) + 1) / 2) == judge((true.permute(1, 2, 3, 0) + 1) / 2)
-            for clip, true in zip(restored, clips)]
+            for clip, true in zip(restored, clips, strict=True)]
     return {
-        "judged_alike": sum(sure) / len(sure), "psnr": _psnr(restored, clips), "psnr_first": _psnr(restored[:, :, 0], clips[:, :, 0]),
+        "judged_alike": sum(sure) / len(sure), "psnr": _psnr(restored, clips),
+        "psnr_first": _psnr(restored[:, :, 0], clips[:, :, 0]),
         "psnr_last": _psnr(restored[:, :, -1], clips[:, :, -1]), "psnr_noisy": _psnr(noisy, clips),
     }
 
@@ -175,7 +179,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1, help="residual blocks a stage")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, default=SIZE, help="edge of the clips in pixels (smaller for a try on a CPU)")
+    parser.add_argument("--size", type=int, default=SIZE, help="edge of clips in pixels (smaller for a try on a CPU)")
     train(parser.parse_args(), time.monotonic())
 
 
@@ -197,11 +201,11 @@ def train(args: argparse.Namespace, start: float) -> None:
 
 
 def finish(trainer: Trainer, steps: list[int], out: Path) -> None:
-    """Measure and save a trained VAE; the measurement is printed and lies beside the weights' folder."""
+    """Save a trained VAE, then measure it; the measurement is printed and lies beside the weights' folder."""
     torch.backends.cudnn.benchmark = False
     vae = walking_copy(trainer.vae, trainer.painter)
-    report = {**measure(vae, trainer.painter), "steps": steps, "setting": str(trainer.setting)}
     vae.save_pretrained(out)
+    report = {**measure(vae, trainer.painter), "steps": steps, "setting": str(trainer.setting)}
     out.with_name(out.name + "_report.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report), flush=True)
 

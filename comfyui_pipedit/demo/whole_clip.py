@@ -13,7 +13,7 @@ from torch import nn
 
 
 def encode_whole(vae: nn.Module, clips: torch.Tensor) -> torch.Tensor:
-    """Mean of the latents, [n, z, 1 + (frames - 1) / 4, height / 8, width / 8], of clips [n, 3, frames, height, width]."""
+    """Clips [n, 3, frames, height, width] -> means of latents [n, z, 1 + (frames - 1) / 4, height / 8, width / 8]."""
     return vae.quant_conv(vae.encoder(clips)).chunk(2, dim=1)[0]
 
 

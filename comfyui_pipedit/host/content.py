@@ -13,9 +13,10 @@ from ..job import Job
 
 
 def job_key(job: Job) -> str:
-    """SHA-256 over everything that decides a clip's numbers: weights, texts, latents, noise, solver table and guidance."""
+    """SHA-256 over all that decides a clip's numbers: weights, texts, latents, noise, solver table and guidance."""
     digest = hashlib.sha256()
-    facts = {"weights": asdict(job.files.transformer), "cfg": job.cfg, "table": asdict(job.table), "branches": job.branches}
+    facts = {"weights": asdict(job.files.transformer), "cfg": job.cfg, "table": asdict(job.table),
+             "branches": job.branches}
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for tensor in (job.positive, job.negative, job.latent, job.noise, *job.noises):
         digest.update(b"none" if tensor is None else _bytes(tensor))

@@ -127,7 +127,8 @@ class Engine:
         plan = job.plan or self.plan(job.files, tuple(job.latent.shape))
         plan.check(job.files.geometry.num_tokens(tuple(job.latent.shape)), job.files.geometry.num_heads)
         if max(plan.ranks) >= len(self.devices):
-            raise Unplannable(f"the plan names rank {max(plan.ranks)} and the pool has ranks 0 to {len(self.devices) - 1}")
+            raise Unplannable(f"the plan names rank {max(plan.ranks)} and the pool has ranks 0 to "
+                              f"{len(self.devices) - 1}")
         frames = self._ticket(f"frames-{ordinal}") if job.decode is not None else None
         ticket = Ticket(f"clip-{ordinal}", self._cancel_later, frames)
         ticket.plan = plan

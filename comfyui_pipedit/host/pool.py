@@ -208,7 +208,7 @@ class Pool:
     # -- the polling thread -----------------------------------------------------------------------------------------
 
     def poll(self, timeout: float) -> list[PoolEvent]:
-        """Waits up to `timeout` seconds for something to happen, and returns what the caller must know (maybe nothing)."""
+        """Waits up to `timeout` seconds for something to happen; what the caller must know of it (maybe nothing)."""
         self._wait(timeout)
         events: list[PoolEvent] = []
         try:
@@ -300,7 +300,7 @@ class Pool:
                 member.asked = None if member.asked is None else member.asked + pause
 
     def _give_up(self, member: Member) -> None:
-        """A rank that does not answer pings: its control thread runs whatever the main thread does, so it is stopped or starved."""
+        """A rank that does not answer pings is stopped or starved: its control thread always runs."""
         how = "is stopped (SIGSTOP or a debugger)" if is_stopped(member.pid) else "does not answer"
         member.failure = member.failure or WorkerStuck(f"{how}, no answer for {self.config.ping_deadline:g} s")
 
@@ -343,11 +343,12 @@ class Pool:
         how = how_it_ended(launcher.status)
         if launcher.launched:
             return WorkerDied(f"the launcher of all ranks (pid {launcher.pid}) {how}{_last_lines(launcher.log)}")
-        return SetupError(f"the launcher of the workers (pid {launcher.pid}) {how} while it imported{_last_lines(launcher.log)}")
+        return SetupError(f"the launcher of the workers (pid {launcher.pid}) {how} while it imported"
+                          f"{_last_lines(launcher.log)}")
 
 
 def first_cause(members: Sequence[Member]) -> Member:
-    """Which loss came first: a process that ended without a word or does not answer, before those that complain of peers."""
+    """The loss that came first: a process that ended silently or is silent, before those that complain of peers."""
     def order(member: Member) -> tuple[int, float]:
         silent = member.ended is not None and member.failure is None
         stuck = isinstance(member.failure, WorkerStuck) or (member.pid > 0 and is_stopped(member.pid))

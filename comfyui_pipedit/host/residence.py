@@ -1,6 +1,6 @@
 """Which rank has which weights, and the shared buffers that hold converted copies of them.
 
-A network whose stored dtype is not the one it is computed in (16-bit files on the CPU) is converted once: the first rank
+A network whose stored dtype is not the one that it is computed in (16-bit files on the CPU) is converted once: a rank
 writes the copy into a buffer that the host made, the others map it. Buffers outlive a rebuilt pool, so a restart
 converts nothing again.
 """
@@ -37,7 +37,7 @@ class Residence:
         return (rank, weights) in self._loaded
 
     def ensure(self, weights: Weights, ranks: tuple[int, ...]) -> bool:
-        """Whether all ranks have the weights; asks those that do not, the buffer's writer first. LoadError, StorageFull."""
+        """Whether all ranks have the weights; asks the others, the buffer's writer first. LoadError, StorageFull."""
         missing = [rank for rank in ranks if not self.has(rank, weights)]
         if not missing:
             return True

@@ -100,7 +100,8 @@ class Scheduler:
         for task in self.tasks.values():
             if task.state in ("loading", "opening", "open") and self._owing(task) and task.since < limit:
                 names = ", ".join(f"rank {rank} (in phase {self.pool.phase(rank)!r})" for rank in self._owing(task))
-                error = WorkerStuck(f"{task.kind} of {task.id}: no answer for {self.config.lease_deadline:g} s from {names}")
+                seconds = self.config.lease_deadline
+                error = WorkerStuck(f"{task.kind} of {task.id}: no answer for {seconds:g} s from {names}")
                 return self._lost(error, self._owing(task))
         return None
 
@@ -247,7 +248,7 @@ class Scheduler:
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def _lost(self, error: PoolError, ranks: tuple[int, ...]) -> None:
-        """A rank is gone: its tasks fail and say what is kept, the others go on from their kept latents in a new world."""
+        """A rank is gone: its tasks fail and say what is kept, the others go on from kept latents in a new world."""
         log.error("%s", error)
         self._out.clear()
         self.residence.forget()

@@ -163,7 +163,8 @@ class ClipTask(Task):
         """The final latent float32 [1, C, T, h, w] in VAE space."""
         found = self.kept_latent.read()
         if found is None or found[0] != self.num_steps:
-            raise LoadError(f"{self.id}: the kept latent is at step {found[0] if found else 0}, not at {self.num_steps}")
+            step = found[0] if found else 0
+            raise LoadError(f"{self.id}: the kept latent is at step {step}, not at {self.num_steps}")
         return found[1][0].clone()
 
     def kept(self) -> str:
@@ -197,7 +198,8 @@ class DecodeTask(Task):
         shape = (request.geometry.num_frames(length), height * scale, width * scale, 3)
         latent = self.fds.share(request.latent, "latent")
         fd, ref, self.frames = buffer.allocate(shape, torch.float32, "frames")
-        return DecodeOpen(seq, self.id, request.weights, request.geometry, latent, self.fds.add(fd, ref), request.tiling)
+        frames = self.fds.add(fd, ref)
+        return DecodeOpen(seq, self.id, request.weights, request.geometry, latent, frames, request.tiling)
 
     def finish(self) -> Tensor:
         """Frames float32 [F, H, W, 3] in 0..1; the mapped buffer itself, nothing is copied."""

@@ -1,1 +1,1 @@
-"""What crosses between host and workers: messages (JSON frames), the channel they travel on, mapped buffers for tensors."""
+"""What crosses between host and workers: messages (JSON frames), the channel they travel on, buffers for tensors."""

@@ -39,7 +39,8 @@ def create(num_bytes: int, name: str) -> int:
         os.close(descriptor)
         if error.errno not in NO_ROOM:
             raise
-        raise _no_room(num_bytes, name, f"the system said: {error.strerror}; {available / 2**20:,.1f} MiB are free") from error
+        have = f"the system said: {error.strerror}; {available / 2**20:,.1f} MiB are free"
+        raise _no_room(num_bytes, name, have) from error
     return descriptor
 
 
@@ -63,8 +64,8 @@ def _available_memory() -> float:
 
 
 def _no_room(num_bytes: int, name: str, have: str) -> StorageFull:
-    return StorageFull(f"no room for the buffer '{name}': {num_bytes / 2**20:,.1f} MiB are needed and {have}; free memory, "
-                       f"raise the limit on file sizes (ulimit -f), or use a smaller clip")
+    return StorageFull(f"no room for the buffer '{name}': {num_bytes / 2**20:,.1f} MiB are needed and {have}; free "
+                       f"memory, raise the limit on file sizes (ulimit -f), or use a smaller clip")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,7 +103,8 @@ def attach(fd: int, ref: TensorRef) -> Tensor:
     if end > size:
         raise OutOfStep(f"a buffer of {size} bytes cannot hold a {ref.dtype} tensor {list(ref.shape)} at {ref.offset}")
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=True, nbytes=size)
-    return torch.empty(0, dtype=dtype).set_(storage, ref.offset // dtype.itemsize, ref.shape)
+    tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(storage, ref.offset // dtype.itemsize, ref.shape)  # type: ignore[call-overload]
 
 
 SEQUENCE, STEP, COUNT = range(3)
@@ -169,7 +171,8 @@ class KeptLatent:
             return None
         shape = self.ref.shape[2:]
         slot_bytes = math.prod(self.ref.shape[1:]) * 4
-        return int(self._headers[slot, STEP]), TensorRef(self.ref.fd, shape, "float32", self.ref.offset + slot * slot_bytes)
+        offset = self.ref.offset + slot * slot_bytes
+        return int(self._headers[slot, STEP]), TensorRef(self.ref.fd, shape, "float32", offset)
 
     def _newest(self) -> int | None:
         sequences = self._headers[:, SEQUENCE].tolist()

@@ -63,8 +63,9 @@ class Channel:
         """
         body = encode(message)
         if len(body) > MAX_FRAME or len(fds) > MAX_DESCRIPTORS:
-            raise OutOfStep(f"a {type(message).__name__} of {len(body)} bytes with {len(fds)} descriptors is too large; "
-                            f"at most {MAX_FRAME} bytes and {MAX_DESCRIPTORS} descriptors: put tensors into buffers")
+            raise OutOfStep(f"a {type(message).__name__} of {len(body)} bytes with {len(fds)} descriptors is too "
+                            f"large; at most {MAX_FRAME} bytes and {MAX_DESCRIPTORS} descriptors: put tensors "
+                            f"into buffers")
         frame = memoryview(HEADER.pack(len(body), len(fds)) + body)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._lock:
@@ -141,8 +142,8 @@ class Channel:
             return None
         length, count = HEADER.unpack_from(self._buffer)
         if length > MAX_FRAME or count > MAX_DESCRIPTORS:
-            raise OutOfStep(f"a frame of {length} bytes with {count} descriptors came in; the limits are {MAX_FRAME} and "
-                            f"{MAX_DESCRIPTORS}")
+            raise OutOfStep(f"a frame of {length} bytes with {count} descriptors came in; the limits are "
+                            f"{MAX_FRAME} and {MAX_DESCRIPTORS}")
         end = HEADER.size + length
         if len(self._buffer) < end:
             return None

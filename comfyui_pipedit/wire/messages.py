@@ -1,7 +1,7 @@
 """One frozen dataclass a message, both directions, and the codec: JSON tagged by class name, no pickle.
 
 Tensors never travel in a frame: a `TensorRef` names one of the file descriptors that accompany the frame (wire.buffer).
-Host to rank: Join Load Unload Encode Open Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded Encoded
+Host to rank: Load Unload Encode Open Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded Encoded
 Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked Reaped.
 """
 
@@ -80,7 +80,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make a network resident. `buffer` (host-made, shared by all ranks) holds a converted copy: the `writer` fills it."""
+    """Make a network resident. `buffer` (host-made, for all ranks) holds a converted copy; the `writer` fills it."""
 
     seq: int
     weights: Weights
@@ -142,7 +142,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOpen:
-    """Prepare a decode on one rank. `latent` is finished and in VAE space; frames go to `frames` float32 [F, H, W, 3]."""
+    """Prepare a decode on one rank. `latent` is final, in VAE space; frames go to `frames` float32 [F, H, W, 3]."""
 
     seq: int
     job: str
@@ -238,8 +238,8 @@ class Exit:
     """End politely."""
 
 
-Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | DecodeOpen | VaeEncode
-           | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
+Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | DecodeOpen
+           | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 NOUNS: tuple[type, ...] = (TensorRef, Weights, Geometry, Plan, Group, SolverTable, Row, Tiling, Span)

@@ -1,4 +1,4 @@
-"""A rank's ear: a thread that answers pings whatever the main thread does, and ends the process when the host is gone."""
+"""A rank's ear: a thread that answers pings whatever the main thread does, and ends the process with the host."""
 
 from __future__ import annotations
 

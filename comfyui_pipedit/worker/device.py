@@ -73,7 +73,8 @@ class Device:
             torch.cuda.empty_cache()
 
     def compute_dtype(self, name: str, stored: DType) -> DType:
-        """What a network is computed in: the file's own dtype by default, float32 on the CPU (16-bit matmul is 100x slower there)."""
+        """What a network is computed in: by default the file's own dtype, float32 on the CPU, where 16-bit matmul is
+        100 times slower."""
         if name == "default":
             return stored if self.on_gpu else torch.float32
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]

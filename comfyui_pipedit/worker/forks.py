@@ -7,6 +7,7 @@ memory. The server never touches a device. It ends, and takes its ranks along, w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -61,7 +62,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def preload(worker_site: str, files: Sequence[str]) -> tuple[ModuleType, ...]:
-    """Imports torch, the files and the model classes; the files' modules. SetupError if CUDA was initialised by that."""
+    """Imports torch, the files and the model classes; the files' modules. SetupError if that initialised CUDA."""
     import torch
 
     torch.set_num_threads(1)
@@ -123,10 +124,8 @@ class ForkServer:
         for message, fds in self._channel.drain():
             if isinstance(message, Fork):
                 self._fork(message, fds)
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
-        except BlockingIOError:
-            pass
         self._reap()
 
     def _reap(self) -> None:
@@ -190,8 +189,9 @@ def run_rank(order: Fork, fds: Sequence[int], modules: Sequence[ModuleType]) -> 
         os.dup2(log, standard.fileno())
     os.close(log)
     runtime = Runtime(
-        rank=order.rank, world=order.world, generation=order.generation, device=order.device, rendezvous=order.rendezvous,
-        channel=Channel(socket.socket(fileno=control)), board=PhaseBoard(board), deadline=order.deadline)
+        rank=order.rank, world=order.world, generation=order.generation, device=order.device,
+        rendezvous=order.rendezvous, channel=Channel(socket.socket(fileno=control)), board=PhaseBoard(board),
+        deadline=order.deadline)
     for module in modules:
         if hasattr(module, "configure"):
             module.configure(runtime)

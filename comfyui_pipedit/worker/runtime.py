@@ -26,8 +26,24 @@ from ..wire import buffer
 from ..wire.buffer import PhaseBoard
 from ..wire.channel import Channel
 from ..wire.messages import (
-    Close, DecodeOpen, Encode, Encoded, Exit, Failed, Lease, LeaseDone, Load, Loaded, Message, Open, Opened, Ready, Refused,
-    TensorRef, Unload, VaeEncode,
+    Close,
+    DecodeOpen,
+    Encode,
+    Encoded,
+    Exit,
+    Failed,
+    Lease,
+    LeaseDone,
+    Load,
+    Loaded,
+    Message,
+    Open,
+    Opened,
+    Ready,
+    Refused,
+    TensorRef,
+    Unload,
+    VaeEncode,
 )
 from .control import Control
 from .decode import Decode
@@ -62,7 +78,7 @@ class Runtime:
         self.board.write(self.rank, f"{self._phase}: {text}" if text else self._phase)
 
     def run(self) -> None:
-        """Joins the world and serves until the host says Exit or goes away. Ends the process on what nobody expected."""
+        """Joins the world and serves until the host says Exit or goes away. Ends the process on the unexpected."""
         control = Control(self.channel, self.rank)
         try:
             self._join()
@@ -81,8 +97,8 @@ class Runtime:
         self.phase("joining the world")
         self.device.bind()
         dist.init_process_group(
-            self.device.backend, store=dist.FileStore(self.rendezvous, self.world), rank=self.rank, world_size=self.world,
-            timeout=datetime.timedelta(seconds=self.deadline))
+            self.device.backend, store=dist.FileStore(self.rendezvous, self.world), rank=self.rank,
+            world_size=self.world, timeout=datetime.timedelta(seconds=self.deadline))
         fabric = PointToPoint(self.device.torch)
         fabric.warm_up()
         self.context = sequence.Context(self.rank, fabric, self.waiting)
@@ -162,7 +178,8 @@ class Runtime:
         started = time.monotonic()
         frames = job.run(message.first, message.last)
         self.device.synchronize()
-        self.channel.send(LeaseDone(self.rank, message.job, message.last, (self._span(job.name, message.job, started),), frames))
+        spans = (self._span(job.name, message.job, started),)
+        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, frames))
 
     def _close(self, message: Close, fds: Sequence[int]) -> None:
         self.jobs.pop(message.job, None)
