@@ -64,8 +64,9 @@ def vae_encode(vae: AutoencoderKLWan, frames: Tensor) -> Tensor:
     of the temporal factor plus one at the end. InvalidJob for frames smaller than one latent cell.
     """
     scale = 2 ** (len(vae.config.dim_mult) - 1)
-    if frames.shape[0] < 1 or min(frames.shape[1:3]) < scale:
-        raise InvalidJob(f"frames to encode must be at least one of {scale}x{scale} pixels, not {list(frames.shape)}")
+    if frames.dim() != 4 or frames.shape[0] < 1 or min(frames.shape[1:3]) < scale or frames.shape[3] < 3:
+        raise InvalidJob(f"frames to encode are [F, H, W, 3], at least one of {scale}x{scale} pixels, "
+                         f"not {list(frames.shape)}")
     samples = _cropped(frames[..., :3], scale).movedim(-1, 0)[None] * 2.0 - 1.0
     return vae.encode(samples.to(vae.quant_conv.weight)).latent_dist.mode().float()
 

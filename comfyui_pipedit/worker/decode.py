@@ -9,25 +9,28 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..errors import OutOfStep
+from ..errors import InvalidJob, OutOfStep
 from ..wire import buffer
 from ..wire.messages import DecodeOpen
 from .device import Device
 
 
 class Decode:
-    """Units are pieces: latent frames of a whole decode, boxes of a tiled one."""
+    """Units: latent frames of a whole decode, boxes of a tiled one. InvalidJob for a latent of another model."""
 
     name = "decode"
 
     def __init__(self, message: DecodeOpen, fds: Sequence[int], vae: Any, device: Device,
                  on_phase: Callable[[str], None]) -> None:
+        shape, channels = message.latent.shape, message.geometry.channels
+        if len(shape) != 5 or shape[0] != 1 or shape[1] != channels:
+            raise InvalidJob(f"a latent to decode is [1, {channels}, T, h, w], not {list(shape)}")
         family = models.family(message.weights.family)
         latent = buffer.attach(fds[message.latent.fd], message.latent).to(device.torch, torch.float32)
         self._job, self._on_phase = message.job, on_phase
         self._frames = buffer.attach(fds[message.frames.fd], message.frames)
         self._pieces: Iterator[Tensor] = iter(family.decode_pieces(vae, latent, message.tiling, message.geometry))
-        self.units = family.num_pieces(message.latent.shape, message.tiling, message.geometry)
+        self.units = family.num_pieces(shape, message.tiling, message.geometry)
         self._next = self._done = 0
 
     def run(self, first: int, last: int) -> int:

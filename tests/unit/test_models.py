@@ -278,8 +278,9 @@ def test_vae_encode_cuts_what_comfyui_cuts(files: ModelFiles, residency: Residen
     frames = torch.rand(7, 29, 18, 3, generator=torch.Generator().manual_seed(0))
     wan, vae = models.family("wan"), residency.get(files.vae)
     assert torch.equal(wan.vae_encode(vae, frames), wan.vae_encode(vae, frames[:5, 2:26, 1:17]))
-    with pytest.raises(InvalidJob, match="at least one of 8x8 pixels"):
-        wan.vae_encode(vae, frames[:, :7])
+    for wrong in (frames[:, :7], frames[:0], frames[..., :1], frames[0]):
+        with pytest.raises(InvalidJob, match="at least one of 8x8 pixels"):
+            wan.vae_encode(vae, wrong)
 
 
 # -- text ------------------------------------------------------------------------------------------
