@@ -98,6 +98,12 @@ def rebuild(name: str, text: str) -> PipeDiTError:
     return WIRE_ERRORS.get(name, JobError)(text)
 
 
+def explained(error: PoolError, *sentences: str) -> PoolError:
+    """The same kind of error with sentences after its first line; the lines after that are a process's log."""
+    first, newline, log = str(error).partition("\n")
+    return type(error)(" ".join((f"{first}.", *(f"{sentence}." for sentence in sentences))) + newline + log)
+
+
 def not_one_of(what: str, value: object, allowed: Iterable[object], hint: str = "") -> InvalidJob:
     """An InvalidJob that names the value, the allowed ones and the nearest of them."""
     names = [str(item) for item in allowed]

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import EngineConfig
-from ..errors import PoolClosed, PoolError, SetupError, WorkerDied, WorkerStuck, rebuild
+from ..errors import PoolClosed, PoolError, SetupError, WorkerDied, WorkerStuck
 from ..wire.buffer import PhaseBoard
 from ..wire.channel import Channel
 from ..wire.messages import Failed, Fork, Forked, Launched, Message, Ping, Pong, Ready, Reaped
-from .process import Launcher, LogPipe, Member, fork_rank, how_it_ended, is_stopped
+from .process import Launcher, LogPipe, Member, fork_rank, is_stopped
+from .verdict import failure_of, first_cause, is_lost, launcher_error, rank_error, was_killed
 
 SETTLE_SECONDS = 0.4
 """From the first sign of a loss until it is reported: time for the first cause to show up among its consequences."""
 START_ATTEMPTS = 2
-WAIT_STEP = 0.25
 
 log = logging.getLogger("pipedit")
 
@@ -300,9 +300,11 @@ class Pool:
                 member.asked = None if member.asked is None else member.asked + pause
 
     def _give_up(self, member: Member) -> None:
-        """A rank that does not answer pings is stopped or starved: its control thread always runs."""
-        how = "is stopped (SIGSTOP or a debugger)" if is_stopped(member.pid) else "does not answer"
-        member.failure = member.failure or WorkerStuck(f"{how}, no answer for {self.config.ping_deadline:g} s")
+        """A ready rank always answers. One that starts may hold its interpreter while a driver loads, unless it stopped."""
+        if member.ready is None and not is_stopped(member.pid):
+            return
+        member.silent = True
+        member.failure = member.failure or WorkerStuck(f"has not answered for {self.config.ping_deadline:g} s")
 
     def _give_up_start(self) -> None:
         for member in self._members:
@@ -315,55 +317,30 @@ class Pool:
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def _losses(self) -> list[PoolEvent]:
-        """The loss of this generation, once its first cause has had time to show."""
+        """At most one event: this generation's loss, at once if somebody was killed, else when its cause could show."""
         launcher = self._launcher
-        launcher_gone = launcher is not None and launcher.gone
-        if not launcher_gone and not any(member.ended or member.failure for member in self._members):
+        gone = launcher if launcher is not None and launcher.gone else None
+        lost = [member for member in self._members if is_lost(member)]
+        if gone is None and not lost:
             return []
         if self._loss_seen is None:
             self._loss_seen = time.monotonic()
-        if time.monotonic() - self._loss_seen < SETTLE_SECONDS:
+        if time.monotonic() - self._loss_seen < SETTLE_SECONDS and not any(map(was_killed, lost)):
             return []
-        cause = None if launcher_gone else first_cause(self._members)
-        error = self._launcher_error() if cause is None else self._rank_error(cause)
-        rank = 0 if cause is None else cause.rank
+        return [self._lose(gone)]
+
+    def _lose(self, launcher: Launcher | None) -> RankLost:
+        """Takes this generation down. The ranks that still live end when their sockets close."""
+        for member in self._members:
+            member.log.drain()
+        if launcher is not None:
+            launcher.log.drain()
+            rank, error = 0, launcher_error(launcher)
+        else:
+            cause = first_cause(self._members)
+            rank, error = cause.rank, rank_error(cause, self.phase(cause.rank))
         self._failed_starts += self.state == "starting"
         self.state = "down"
-        return [RankLost(rank, self.generation, error, self.phase(rank))]
-
-    def _rank_error(self, member: Member) -> PoolError:
-        how = str(member.failure) if member.failure else how_it_ended(member.status)
-        kind = type(member.failure) if member.failure else WorkerDied
-        return kind(f"{member.label} {how} in phase {self.phase(member.rank)!r}{_last_lines(member.log)}")
-
-    def _launcher_error(self) -> PoolError:
-        launcher = self._launcher
-        assert launcher is not None
-        launcher.log.drain()
-        how = how_it_ended(launcher.status)
-        if launcher.launched:
-            return WorkerDied(f"the launcher of all ranks (pid {launcher.pid}) {how}{_last_lines(launcher.log)}")
-        return SetupError(f"the launcher of the workers (pid {launcher.pid}) {how} while it imported"
-                          f"{_last_lines(launcher.log)}")
-
-
-def first_cause(members: Sequence[Member]) -> Member:
-    """The loss that came first: a process that ended silently or is silent, before those that complain of peers."""
-    def order(member: Member) -> tuple[int, float]:
-        silent = member.ended is not None and member.failure is None
-        stuck = isinstance(member.failure, WorkerStuck) or (member.pid > 0 and is_stopped(member.pid))
-        return (0 if silent else 1 if stuck else 2), member.ended or time.monotonic()
-
-    return min((member for member in members if member.ended or member.failure or is_stopped(member.pid)), key=order)
-
-
-def failure_of(message: Failed) -> PoolError:
-    """What a rank said about its own end. Its traceback goes to the log."""
-    log.error("rank %d failed:\n%s", message.rank, message.traceback)
-    error = rebuild(message.error, f"failed: {message.text}")
-    return error if isinstance(error, PoolError) else PoolError(str(error))
-
-
-def _last_lines(logs: LogPipe) -> str:
-    logs.drain()
-    return ". Its last lines:\n" + "\n".join(logs.tail) if logs.tail else ""
+        for member in self._members:
+            member.channel.close()
+        return RankLost(rank, self.generation, error, self.phase(rank))

@@ -157,6 +157,7 @@ class Member:
     ended: float | None = None
     status: int | None = None
     failure: PoolError | None = None
+    silent: bool = False
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..errors import Cancelled, JobError, PipeDiTError, PoolError, WorkerStuck, rebuild
+from ..errors import Cancelled, JobError, PipeDiTError, PoolError, WorkerStuck, explained, rebuild
 from ..job import Progress, Span, Stage
 from ..wire.channel import close_all
 from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Message, Opened, Refused
@@ -28,6 +28,7 @@ LEASES_OUT = 2
 OPEN_CLIPS = 2
 ATTEMPTS = 3
 SPANS_KEPT = 20_000
+RESTARTS = "The pool restarts by itself"
 
 log = logging.getLogger("pipedit")
 
@@ -249,7 +250,7 @@ class Scheduler:
 
     def _lost(self, error: PoolError, ranks: tuple[int, ...]) -> None:
         """A rank is gone: its tasks fail and say what is kept, the others go on from kept latents in a new world."""
-        log.error("%s", error)
+        log.error("%s", explained(error, RESTARTS))
         self._out.clear()
         self.residence.forget()
         for task in list(self.tasks.values()):
@@ -257,7 +258,7 @@ class Scheduler:
                 continue
             self._attempts[task.id] = self._attempts.get(task.id, 0) + 1
             if set(ranks) & set(task.ranks) or self._attempts[task.id] >= ATTEMPTS:
-                self._end(task, type(error)(f"{error}. {task.kept()}. The pool restarts by itself"))
+                self._end(task, explained(error, task.kept(), RESTARTS))
             elif task.cancelling:
                 self._end(task, Cancelled(f"{task.id} was cancelled. {task.kept()}"), Stage.CANCELLED)
             else:

@@ -60,7 +60,8 @@ def install(module: nn.Module, plan: SequencePlan, context: Context) -> Undo:
     exchanged = [found for pattern in plan.attention for found in _matching(module, pattern)]
     entries: tuple[Split | Gather, ...] = (*plan.splits, *plan.gathers)
     placed = [(_find(module, entry.module), entry) for entry in entries]
-    attention.install()
+    if exchanged:
+        attention.install()
     undos = [attention.mark(found) for found in exchanged] + [_hook(target, entry, context) for target, entry in placed]
 
     def undo() -> None:

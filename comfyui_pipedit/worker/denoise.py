@@ -5,7 +5,7 @@ The update of a step is the same few operations on the same numbers on every ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ class Denoise:
 
     name = "denoise"
 
-    def __init__(self, message: Open, fds: Sequence[int], model: Any, context: Context, device: Device) -> None:
+    def __init__(self, message: Open, fds: Sequence[int], model: Any, context: Context, device: Device,
+                 on_phase: Callable[[str], None]) -> None:
         def place(ref: TensorRef) -> Tensor:
             return buffer.attach(fds[ref.fd], ref).to(device.torch, torch.float32)
 
-        self._message, self._model, self._context = message, model, context
+        self._message, self._model, self._context, self._on_phase = message, model, context, on_phase
         self._family = models.family(message.weights.family)
         self._texts = [place(ref) for ref in (message.positive, message.negative) if ref is not None]
         self._noises = [place(ref) for ref in message.noises]
@@ -53,7 +54,7 @@ class Denoise:
         if first != self._next:
             raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
         for step in range(first, last):
-            self._context.exchange.on_phase(f"step {step + 1} of {self.units}")
+            self._on_phase(f"step {step + 1} of {self.units}")
             for row in self._message.table.steps[step]:
                 self._state = advance(row, self._state, self._denoised(row), self._noises)
             self._next = step + 1
@@ -76,6 +77,7 @@ class Denoise:
         if self._context.rank != message.plan.denoise.leader:
             return
         done = self._next == self.units
+        self._on_phase(f"keeping {'the finished latent' if done else f'step {self._next} of {self.units}'}")
         tensors = [to_vae(finish(message.table, self._state), message.geometry)] if done else self._state.tensors()
         self._kept.write(self._next, tensors)
 

@@ -163,7 +163,8 @@ class Runtime:
 
     def _open(self, message: Open, fds: Sequence[int]) -> None:
         self.phase("preparing a clip")
-        self.jobs[message.job] = Denoise(message, fds, self.residency.get(message.weights), self.context, self.device)
+        model = self.residency.get(message.weights)
+        self.jobs[message.job] = Denoise(message, fds, model, self.context, self.device, self.phase)
         self.channel.send(Opened(self.rank, message.job, self.jobs[message.job].units))
 
     def _open_decode(self, message: DecodeOpen, fds: Sequence[int]) -> None:

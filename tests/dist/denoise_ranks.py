@@ -173,7 +173,7 @@ def run_case(rank: int, case: Case, message, bench: Bench, residency, context, d
         if rank in members:
             plan = Plan(Group(members), Group((members[0],)), chunks)
             opened = replace(message, plan=plan, first_step=first)
-            clip = Denoise(opened, bench.fds, residency.get(message.weights), context, device)
+            clip = Denoise(opened, bench.fds, residency.get(message.weights), context, device, context.exchange.on_phase)
             assert clip.units == message.table.num_steps
             for step in range(first, last):
                 clip.run(step, step + 1)

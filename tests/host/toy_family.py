@@ -1,0 +1,116 @@
+"""A preload file for pool tests: a model family that is small arithmetic, and gates that hold a rank in a phase.
+
+No weights, no diffusers; everything else (pool, leases, exchange, kept latents, decode in pieces) is the real thing.
+
+TOY_GATES names a folder (tests/host/gates.py). A rank whose phase matches the gate in it announces itself and waits:
+so a test kills, stops or cancels exactly there. TOY_FAILS_IN_START names a rank that fails before it joins the world.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comfyui_pipedit import models
+from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.job import Geometry, Tiling
+from comfyui_pipedit.models.family import Gather, SequencePlan, Split
+
+models.BUILT_IN.clear()  # nothing heavy for the launcher to import
+
+CHANNELS = 2
+TEXT_WIDTH = 8
+
+
+class Toy(nn.Module):
+    """Mixes the channels of each token; the gather behind it is the exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(CHANNELS, CHANNELS)
+        with torch.no_grad():
+            self.mix.weight.copy_(torch.tensor([[0.75, -0.5], [0.25, 0.5]]))
+            self.mix.bias.copy_(torch.tensor([0.125, -0.25]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mix(tokens)
+
+
+class Encoder:
+    """A text is its characters' numbers."""
+
+    def encode(self, text: str) -> Tensor:
+        if "?" in text:
+            raise InvalidJob("'?' is not a word of the toy model")
+        codes = [ord(letter) / 128 for letter in text.ljust(TEXT_WIDTH)[:TEXT_WIDTH]]
+        return torch.tensor(codes).view(1, 1, TEXT_WIDTH)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+class ToyFamily:
+    """models.family.Family in its simplest form: a token a place of the latent, one exchange an evaluation."""
+
+    name = "toy"
+    sequence_plan = SequencePlan(splits=(Split("mix", 0, dim=1),), gathers=(Gather("mix", dim=1),), attention=())
+
+    def load_transformer(self, source: Any) -> nn.Module:
+        return Toy().eval()
+
+    def load_vae(self, source: Any) -> nn.Module:
+        return nn.Identity()
+
+    def load_text(self, source: Any) -> Encoder:
+        return Encoder()
+
+    def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+        mixed = model(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        return mixed + text.mean() * sigma + mixed.mean() * 0.1
+
+    def num_pieces(self, shape: tuple[int, ...], tiling: Tiling | None, geometry: Geometry) -> int:
+        return shape[2]
+
+    def decode_pieces(self, vae: nn.Module, latent: Tensor, tiling: Tiling | None,
+                      geometry: Geometry) -> Iterator[Tensor]:
+        for frame in latent[0].unbind(1):
+            yield vae(frame.mean(0)).sigmoid()[None, :, :, None].expand(1, -1, -1, 3)
+
+    def vae_encode(self, vae: nn.Module, frames: Tensor) -> Tensor:
+        return frames.mean(-1)[None, None]
+
+
+class GatedBoard:
+    """The rank's phase board; a phase that the current gate names is a place to wait."""
+
+    def __init__(self, board: Any, folder: Path) -> None:
+        self._board, self._folder, self._passed = board, folder, set[str]()
+
+    def write(self, rank: int, text: str) -> None:
+        self._board.write(rank, text)
+        try:
+            gate = json.loads((self._folder / "gate.json").read_text())
+        except FileNotFoundError:
+            return
+        if gate["rank"] == rank and gate["id"] not in self._passed and re.search(gate["phase"], text):
+            self._passed.add(gate["id"])
+            (self._folder / f"arrived-{gate['id']}").write_text(text)  # a FIFO: wakes the test
+            (self._folder / f"go-{gate['id']}").read_text()            # a FIFO: waits for the test
+
+
+def configure(runtime: Any) -> None:
+    """Called in every rank before it joins the world."""
+    if os.environ.get("TOY_FAILS_IN_START") == str(runtime.rank):
+        raise RuntimeError("the toy rank fails in start, as it was told to")
+    if folder := os.environ.get("TOY_GATES"):
+        runtime.board = GatedBoard(runtime.board, Path(folder))
+
+
+models.register("toy", ToyFamily())
