@@ -36,11 +36,10 @@ def exchange(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_
 
     Local attention where there is no layout.
     """
-    current = CURRENT.get()
-    if current is None or current[1] is None:
-        attention = local_attention if current is None else current[0].attention
+    member, layout = CURRENT.get() or (None, None)
+    if member is None or layout is None:
+        attention = local_attention if member is None else member.attention
         return _fresh(attention(query, key, value, scale=scale, is_causal=is_causal))
-    member, layout = current
     return _fresh(member.attend(query, key, value, layout, scale=scale, is_causal=is_causal))
 
 
@@ -68,11 +67,11 @@ def _wrap(backend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def dispatch(**arguments: Any) -> Tensor:
         if isinstance(arguments.get("_parallel_config"), Exchanged):
             return _exchange_from(**arguments)
-        if arguments.get("attn_mask") is not None:
-            return backend(**arguments)
-        return _in_whole_blocks(backend, **arguments)
+        if arguments["query"].is_cpu and arguments.get("attn_mask") is None:
+            return _in_whole_blocks(backend, **arguments)
+        return backend(**arguments)
 
-    dispatch.exchanges = True
+    dispatch.exchanges = True  # type: ignore[attr-defined]
     return dispatch
 
 
@@ -98,7 +97,7 @@ def _exchange_from(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
 
 def mark(module: nn.Module) -> Callable[[], None]:
     """Sends a module's attention through the exchange; returns what undoes it."""
-    processor = module.processor
+    processor: Any = module.processor
     before = processor._parallel_config
     processor._parallel_config = MARKER
 

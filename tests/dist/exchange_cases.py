@@ -149,7 +149,7 @@ def lands_while_attending(device: torch.device, layout: Layout) -> list[list[int
         under_way = [number for number in range(len(recorder.landing)) if number not in waited]
         until = time.monotonic() + DEADLINE
         while any(_missing(recorder, number) for number in under_way):
-            assert time.monotonic() < until, f"of batches {under_way} some did not arrive during attention {len(arrived)}"
+            assert time.monotonic() < until, f"some of batches {under_way} did not arrive during attention"
             time.sleep(0.001)
         arrived.append(under_way)
         return query

@@ -3,13 +3,14 @@
     world.run(3, function, key=value)  ->  [function's result on rank 0, 1, 2]
 
 The function is a module-level one, called as function(device, **arguments) in a process that has joined the world, has
-one thread, and in which making a process group raises. What a rank raises comes back as a traceback in one AssertionError.
+one thread, and in which making a process group raises. Whatever ranks raise comes back in one AssertionError.
 As a script, this file is the server: requests arrive as JSON lines, results lie as files in the request's folder.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.util
 import inspect
 import json
@@ -80,10 +81,8 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(Path(__file__).parent)]
     sys.path.append(str(REPOSITORY / ".workers"))
-    import torch._dynamo
-    import torch.distributed
-    from diffusers import WanTransformer3DModel  # noqa: F401  (imported before the forks, so that they need not)
-
+    for heavy in ("torch._dynamo", "torch.distributed", "diffusers.models.transformers.transformer_wan"):
+        importlib.import_module(heavy)
     for line in sys.stdin:
         request = json.loads(line)
         pids = [_fork(rank, request) for rank in range(request["world"])]
@@ -100,7 +99,7 @@ def _fork(rank: int, request: dict[str, Any]) -> int:
 
 
 def _child(rank: int, request: dict[str, Any]) -> None:
-    """Never returns: the result or the traceback is saved, then the process ends without cleaning up its parent's things."""
+    """Never returns: saves the result or the traceback and ends without cleaning up what is its parent's."""
     import torch
 
     try:
@@ -121,7 +120,8 @@ def _call(rank: int, request: dict[str, Any]) -> Any:
     device = _bind(rank, request["backend"])
     folder, world = request["folder"], request["world"]
     store = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group(request["backend"], store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT))
+    dist.init_process_group(request["backend"], store=store, rank=rank, world_size=world,
+                            timeout=datetime.timedelta(seconds=TIMEOUT))
     dist.new_group = _no_group
     function = getattr(_module(request["file"]), request["function"])
     with torch.inference_mode():

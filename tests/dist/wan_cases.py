@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import tiny_wan
@@ -60,33 +61,45 @@ class CountingFabric(PointToPoint):
         return super().post(sends, receives)
 
 
-def differences(device: torch.device, size: Size, groups: Sequence[tuple[int, ...]], chunks: Sequence[int],
+def differences(device: torch.device, sizes: Sequence[Size], groups: Sequence[tuple[int, ...]], chunks: Sequence[int],
                 per_token: bool = False, wrong: bool = False) -> dict[str, float]:
-    """max|a - b| of each group x chunk count on this rank, `b` being the model without any hook on one rank."""
-    network, arguments = model(), inputs(size, per_token)
-    alone = network(**arguments)[0]
-    context = sequence.Context(dist.get_rank(), CountingFabric(device), kernel=wrong_heads if wrong else local_attention)
-    undo = sequence.install(network, plan(), context)
+    """max|a - b| of each size x group x chunk count on this rank, `b` being the model on this rank alone."""
+    network, kernel = model(), wrong_heads if wrong else local_attention
+    context = sequence.Context(dist.get_rank(), CountingFabric(device), kernel=kernel)
+    sequence.install(network, plan(), context)
     found = {}
-    for ranks, count in ((ranks, count) for ranks in groups for count in chunks if context.rank in ranks):
-        context.exchange.fabric.batches = 0
-        with context.using(Layout.even(Group(ranks), num_tokens(size), HEADS, count)):
-            found[f"{ranks} in {count}"] = (network(**arguments)[0] - alone).abs().max().item()
-        assert (context.exchange.fabric.batches > 0) == (len(ranks) > 1)
-    undo()
-    assert torch.equal(network(**arguments)[0], alone), "the model differs after its hooks were taken off"
+    for size in sizes:
+        arguments = inputs(size, per_token)
+        alone = network(**arguments)[0]
+        for ranks, count in product((ranks for ranks in groups if context.rank in ranks), chunks):
+            layout = Layout.even(Group(ranks), num_tokens(size), HEADS, count)
+            over_ranks = run(network, arguments, context, layout)
+            found[f"{num_tokens(size)} tokens on {ranks} in {count}"] = (over_ranks - alone).abs().max().item()
     return found
 
 
-def without_layout(device: torch.device, size: Size) -> bool:
-    """Whether an installed model gives the bits of an untouched one while no layout is set."""
+def run(network: nn.Module, arguments: dict[str, Any], context: sequence.Context, layout: Layout) -> Tensor:
+    """The model's output by a layout, once it is sure that something was sent."""
+    context.exchange.fabric.batches = 0
+    with context.using(layout):
+        output = network(**arguments)[0]
+    assert (context.exchange.fabric.batches > 0) == (len(layout.ranks) > 1)
+    return output
+
+
+def untouched(device: torch.device, size: Size) -> dict[str, bool]:
+    """When a model gives the bits that it gave before it was installed, in a diffusers that was not wrapped yet."""
     network, arguments = model(), inputs(size)
     alone = network(**arguments)[0]
     context = sequence.Context(dist.get_rank(), PointToPoint(device))
-    sequence.install(network, plan(), context)
-    outside = network(**arguments)[0]
+    undo = sequence.install(network, plan(), context)
+    same = {"installed": torch.equal(network(**arguments)[0], alone)}
     with context.using(None):
-        return torch.equal(outside, alone) and torch.equal(network(**arguments)[0], alone)
+        same["no layout"] = torch.equal(network(**arguments)[0], alone)
+    undo()
+    with context.using(Layout.even(Group((0,)), num_tokens(size) - 1, HEADS)):
+        same["taken off"] = torch.equal(network(**arguments)[0], alone)
+    return same
 
 
 class Graphs:
@@ -108,13 +121,13 @@ class Graphs:
 
 def compiled(device: torch.device, size: Size, plans: Sequence[tuple[tuple[int, ...], int]], layers: int,
              dynamic: bool) -> dict[str, Any]:
-    """Compiles each block by itself, runs the plans (group, chunks) one after another and tells what was compiled."""
+    """Rank 0 compiles each block by itself, then plans (group, chunks) run; how many graphs there are after each."""
     graphs = Graphs()
     network, arguments = tiny_wan.transformer(num_attention_heads=HEADS, num_layers=layers), inputs(size)
     alone = network(**arguments)[0]
     context = sequence.Context(dist.get_rank(), PointToPoint(device))
     sequence.install(network, plan(), context)
-    for block in network.blocks:
+    for block in network.blocks if context.rank == 0 else ():
         block.forward = torch.compile(block.forward, backend=graphs, fullgraph=True, dynamic=dynamic)
     counts, worst = [], 0.0
     for ranks, chunks in plans:
