@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -30,19 +31,18 @@ class Gate:
         ready.replace(self._file)
 
     def wait(self, seconds: float = DEADLINE) -> str:
-        """The phase in which the rank stopped. TimeoutError if it never got there."""
+        """The phase in which the rank stopped; nobody else will stop there. TimeoutError if it never got there."""
         readable, _, _ = select.select([self._reader], [], [], seconds)
         if not readable:
             raise TimeoutError(f"no rank came to the gate in {seconds} s")
+        self._file.unlink()
         return os.read(self._reader, 4096).decode()
 
     def open(self) -> None:
         """Lets the rank go on, if it is still there."""
         self._file.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # ENXIO: nobody waits, the rank was killed
             os.close(os.open(self._go, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:  # ENXIO: nobody waits, the rank was killed
-            pass
 
     def close(self) -> None:
         self.open()

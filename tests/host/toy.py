@@ -10,7 +10,8 @@ from comfyui_pipedit import sampling
 from comfyui_pipedit.config import EngineConfig
 from comfyui_pipedit.job import DecodeRequest, Geometry, Job, ModelFiles, TextRequest, Weights
 
-PRELOAD = str(Path(__file__).with_name("toy_family.py"))
+HERE = Path(__file__).parent
+TOY, GATES = str(HERE / "toy_family.py"), str(HERE / "gate_hook.py")
 SHAPE = (1, 2, 4, 3, 5)
 STEPS = 4
 GEOMETRY = Geometry(channels=2, spatial=1, temporal=1, patch=(1, 1, 1), text_width=8, text_tokens=1, num_heads=8,
@@ -26,7 +27,7 @@ FILES = ModelFiles("toy", GEOMETRY, weights("transformer"), weights("vae"), weig
 
 def config(devices: str = "cpu:3", split: str = "2+1", **settings: object) -> EngineConfig:
     """Two denoise ranks and a decode rank; a silent rank counts as stuck after 2 s."""
-    values = {"ping_interval": 0.3, "ping_deadline": 2.0, "preload": (PRELOAD,), **settings}
+    values = {"ping_interval": 0.3, "ping_deadline": 2.0, "preload": (TOY,), **settings}
     return EngineConfig(devices=devices, split=split, **values)
 
 
@@ -35,8 +36,8 @@ def job(seed: int = 7, decode: bool = True, steps: int = STEPS) -> Job:
     levels = sampling.sigmas("simple", steps, shift=3.0, sampler="uni_pc")
     text = torch.linspace(-1, 1, 8).view(1, 1, 8)
     return Job(files=FILES, positive=text, negative=text * 0.5, latent=torch.zeros(SHAPE),
-               noise=sampling.draw_noise(seed, SHAPE), table=sampling.solver_table("uni_pc", levels), cfg=3.0, seed=seed,
-               decode=FILES.vae if decode else None)
+               noise=sampling.draw_noise(seed, SHAPE), table=sampling.solver_table("uni_pc", levels), cfg=3.0,
+               seed=seed, decode=FILES.vae if decode else None)
 
 
 def text_request(*texts: str) -> TextRequest:

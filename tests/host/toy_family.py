@@ -1,18 +1,13 @@
-"""A preload file for pool tests: a model family that is small arithmetic, and gates that hold a rank in a phase.
+"""A preload file for pool tests: a model family that is small arithmetic.
 
 No weights, no diffusers; everything else (pool, leases, exchange, kept latents, decode in pieces) is the real thing.
-
-TOY_GATES names a folder (tests/host/gates.py). A rank whose phase matches the gate in it announces itself and waits:
-so a test kills, stops or cancels exactly there. TOY_FAILS_IN_START names a rank that fails before it joins the world.
+TOY_FAILS_IN_START names a rank that fails before it joins the world.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,30 +82,10 @@ class ToyFamily:
         return frames.mean(-1)[None, None]
 
 
-class GatedBoard:
-    """The rank's phase board; a phase that the current gate names is a place to wait."""
-
-    def __init__(self, board: Any, folder: Path) -> None:
-        self._board, self._folder, self._passed = board, folder, set[str]()
-
-    def write(self, rank: int, text: str) -> None:
-        self._board.write(rank, text)
-        try:
-            gate = json.loads((self._folder / "gate.json").read_text())
-        except FileNotFoundError:
-            return
-        if gate["rank"] == rank and gate["id"] not in self._passed and re.search(gate["phase"], text):
-            self._passed.add(gate["id"])
-            (self._folder / f"arrived-{gate['id']}").write_text(text)  # a FIFO: wakes the test
-            (self._folder / f"go-{gate['id']}").read_text()            # a FIFO: waits for the test
-
-
 def configure(runtime: Any) -> None:
     """Called in every rank before it joins the world."""
     if os.environ.get("TOY_FAILS_IN_START") == str(runtime.rank):
         raise RuntimeError("the toy rank fails in start, as it was told to")
-    if folder := os.environ.get("TOY_GATES"):
-        runtime.board = GatedBoard(runtime.board, Path(folder))
 
 
 models.register("toy", ToyFamily())
