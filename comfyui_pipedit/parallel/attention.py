@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidJob
 from .exchange import Exchange
-from .kernels import local_attention
+from .kernels import steady_attention
 from .layout import Layout
 
 CURRENT: ContextVar[tuple[Exchange, Layout | None] | None] = ContextVar("pipedit_exchange", default=None)
@@ -38,7 +38,7 @@ def exchange(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_
     """
     member, layout = CURRENT.get() or (None, None)
     if member is None or layout is None:
-        attention = local_attention if member is None else member.attention
+        attention = steady_attention if member is None else member.attention
         return _fresh(attention(query, key, value, scale=scale, is_causal=is_causal))
     return _fresh(member.attend(query, key, value, layout, scale=scale, is_causal=is_causal))
 

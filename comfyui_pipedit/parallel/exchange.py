@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import OutOfStep
 from ..plan import Segments
 from .fabric import Fabric, Transfer
-from .kernels import Attention, local_attention
+from .kernels import Attention, steady_attention
 from .layout import Layout, Move, inward, outward
 
 OnPhase = Callable[[str], None]
@@ -30,7 +30,7 @@ def quiet(text: str) -> None:
 class Exchange:
     """What one rank does in exchanges. All ranks of a layout must call alike, in the same order."""
 
-    def __init__(self, rank: int, fabric: Fabric, attention: Attention = local_attention,
+    def __init__(self, rank: int, fabric: Fabric, attention: Attention = steady_attention,
                  on_phase: OnPhase = quiet) -> None:
         self.rank = rank
         self.fabric = fabric

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ def local_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     return scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal).transpose(1, 2)
 
 
+def steady_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
+                     is_causal: bool = False) -> Tensor:
+    """Attention on [B, S, heads, D] with independent heads: on a GPU by the kernel that `pick_attention` found."""
+    if query.is_cpu:
+        return local_attention(query, key, value, scale, is_causal)
+    return pick_attention(query.device, query.dtype, query.shape[-1])(query, key, value, scale, is_causal)
+
+
 def attention_by(backend: SDPBackend) -> Attention:
     """`local_attention` by one backend of torch; RuntimeError when called where that backend can't run."""
 
@@ -44,8 +53,9 @@ def heads_are_independent(attention: Attention, query: Tensor, key: Tensor, valu
     return torch.equal(whole, torch.cat(alone, dim=2))
 
 
-def pick_attention(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int,
-                   tokens: Sequence[int] = (96, 2000)) -> Attention:
+@lru_cache
+def pick_attention(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int = 4,
+                   tokens: tuple[int, ...] = (96, 2000)) -> Attention:
     """The fastest backend whose heads are independent, probed at `tokens` rows. SetupError if none runs here."""
     for backend in FASTEST_FIRST:
         attention = attention_by(backend)

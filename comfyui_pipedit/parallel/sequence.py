@@ -19,7 +19,7 @@ from ..models.family import Gather, SequencePlan, Split
 from . import attention
 from .exchange import Exchange, OnPhase, quiet
 from .fabric import Fabric
-from .kernels import Attention, local_attention
+from .kernels import Attention, steady_attention
 from .layout import Layout
 
 Undo = Callable[[], None]
@@ -32,7 +32,7 @@ class Context:
     """
 
     def __init__(self, rank: int, fabric: Fabric, on_phase: OnPhase = quiet,
-                 kernel: Attention = local_attention) -> None:
+                 kernel: Attention = steady_attention) -> None:
         self.exchange = Exchange(rank, fabric, kernel, on_phase)
         self.layout: Layout | None = None
 

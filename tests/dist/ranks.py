@@ -122,6 +122,7 @@ def _call(rank: int, request: dict[str, Any]) -> Any:
     store = dist.FileStore(str(Path(folder, "store")), world)
     dist.init_process_group(request["backend"], store=store, rank=rank, world_size=world,
                             timeout=datetime.timedelta(seconds=TIMEOUT))
+    dist.barrier()
     dist.new_group = _no_group
     function = getattr(_module(request["file"]), request["function"])
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from comfyui_pipedit.models.family import SequencePlan
 from comfyui_pipedit.parallel import sequence
 from comfyui_pipedit.parallel.fabric_p2p import PointToPoint
-from comfyui_pipedit.parallel.kernels import local_attention
+from comfyui_pipedit.parallel.kernels import local_attention, steady_attention
 from comfyui_pipedit.parallel.layout import Layout
 from comfyui_pipedit.plan import Group
 
@@ -42,6 +42,14 @@ def inputs(size: Size, per_token: bool = False) -> dict[str, Any]:
             "encoder_hidden_states": torch.randn(1, 12, tiny_wan.TEXT_WIDTH, generator=draw), "return_dict": False}
 
 
+def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
 def num_tokens(size: Size) -> int:
     return size[0] * (size[1] // 2) * (size[2] // 2)
 
@@ -63,18 +71,18 @@ class CountingFabric(PointToPoint):
 
 def differences(device: torch.device, sizes: Sequence[Size], groups: Sequence[tuple[int, ...]], chunks: Sequence[int],
                 per_token: bool = False, wrong: bool = False) -> dict[str, float]:
-    """max|a - b| of each size x group x chunk count on this rank, `b` being the model on this rank alone."""
-    network, kernel = model(), wrong_heads if wrong else local_attention
+    """max|a - b| / max|b| of each size x group x chunk count on this rank, `b` being the model on this rank alone."""
+    network, kernel = model().to(device), wrong_heads if wrong else steady_attention
     context = sequence.Context(dist.get_rank(), CountingFabric(device), kernel=kernel)
     sequence.install(network, plan(), context)
     found = {}
     for size in sizes:
-        arguments = inputs(size, per_token)
+        arguments = on(device, inputs(size, per_token))
         alone = network(**arguments)[0]
         for ranks, count in product((ranks for ranks in groups if context.rank in ranks), chunks):
             layout = Layout.even(Group(ranks), num_tokens(size), HEADS, count)
             over_ranks = run(network, arguments, context, layout)
-            found[f"{num_tokens(size)} tokens on {ranks} in {count}"] = (over_ranks - alone).abs().max().item()
+            found[f"{num_tokens(size)} tokens on {ranks} in {count}"] = relative_error(over_ranks, alone)
     return found
 
 
