@@ -30,10 +30,10 @@ def judge(clip: torch.Tensor) -> Verdict:
     told by area over bounding box, the median over the frames; the direction by the way from first to last centroid.
     A frame without one clear thing makes all three "none".
     """
-    masks = thing_masks(clip.float().cpu())
+    masks = thing_masks(clip.float())
     if masks is None:
         return Verdict("none", "none", "none")
-    return Verdict(_colour(clip.float().cpu(), masks), _shape(masks), _direction(masks))
+    return Verdict(_colour(clip.float(), masks), _shape(masks), _direction(masks))
 
 
 def thing_masks(clip: torch.Tensor) -> torch.Tensor | None:
@@ -50,7 +50,7 @@ def thing_masks(clip: torch.Tensor) -> torch.Tensor | None:
 
 def _largest_parts(masks: torch.Tensor) -> torch.Tensor:
     """The largest 8-connected part of each mask: labels spread to neighbours until none changes."""
-    labels = torch.arange(1.0, masks[0].numel() + 1).reshape(masks.shape[1:]) * masks
+    labels = torch.arange(1.0, masks[0].numel() + 1, device=masks.device).reshape(masks.shape[1:]) * masks
     spread = F.max_pool2d(labels, 3, stride=1, padding=1) * masks
     while not torch.equal(spread, labels):
         labels, spread = spread, F.max_pool2d(spread, 3, stride=1, padding=1) * masks
@@ -59,7 +59,7 @@ def _largest_parts(masks: torch.Tensor) -> torch.Tensor:
 
 
 def _colour(clip: torch.Tensor, masks: torch.Tensor) -> str:
-    palette = torch.tensor(tuple(COLOURS.values())) / 255
+    palette = torch.tensor(tuple(COLOURS.values()), device=clip.device) / 255
     mean = torch.stack([frame[_interior(mask)].mean(0) for frame, mask in zip(clip, masks, strict=True)])
     seen = set(torch.cdist(mean, palette).argmin(1).tolist())
     return tuple(COLOURS)[seen.pop()] if len(seen) == 1 else "none"

@@ -155,13 +155,13 @@ class Examiner:
 
     @torch.no_grad()
     def clips(self, prompts: list[JudgedPrompt], solver: str, steps: int, cfg: float) -> torch.Tensor:
-        """Clips [n, frames, height, width, 3] in 0..1, on the CPU."""
+        """Clips [n, frames, height, width, 3] in 0..1."""
         device, encoder = self.trainer.device, self.trainer.text_encoder
         text = encoder(torch.tensor([token_ids(prompt.text) for prompt in prompts], device=device))
         velocity = guided(self.trainer.transformer, text, encoder(self.trainer.empty[None]), cfg)
         solve = {"euler": euler, "uni_pc": uni_pc}[solver]
         latents = solve(velocity, starting_noise([prompt.seed for prompt in prompts]).to(device), steps)
-        return torch.cat([decode(self.vae, part).clamp(0, 1).cpu() for part in latents.split(32)])
+        return torch.cat([decode(self.vae, part).clamp(0, 1) for part in latents.split(32)])
 
     def right(self, prompts: list[JudgedPrompt], solver: str, steps: int, cfg: float) -> list[float]:
         """Shares of prompts with colour, shape, direction, and all three right."""
@@ -193,6 +193,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace, start: float) -> None:
     """Give each stage its share of the time."""
+    torch.set_num_threads(min(8, torch.get_num_threads()))
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     painter = Painter(torch.device("cuda" if torch.cuda.is_available() else "cpu"), SIZE)
@@ -216,6 +217,7 @@ def finish(trainer: Trainer, steps: int, args: argparse.Namespace) -> None:
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(trainer.device).eval()
     examiner = Examiner(trainer, vae)
     report: dict[str, Any] = {"steps": steps, "examples": len(trainer.examples.latents)}
+    print(f"saved after {steps} steps", flush=True)
     for solver, cfg in (("uni_pc", 5.0), ("euler", 5.0), ("euler", 3.0)):
         report[f"validation {solver} {cfg:g}"] = examiner.right(validation_prompts(args.validation), solver, 20, cfg)
         print(json.dumps(report), flush=True)

@@ -25,7 +25,7 @@ from .whole_clip import decode_whole, encode_whole, prepare_whole
 
 NOISE = 0.1
 FINISH_SECONDS = 20
-MEASURED_CLIPS = 48
+MEASURED_CLIPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,7 @@ class Phase:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How convolutions are computed; the fastest is found by trying, since cuDNN is not made for few channels."""
-
-    dtype: torch.dtype
-    channels_last: bool
-
-
 PHASES = (Phase(1, 256, 0.15), Phase(5, 48, 0.25), Phase(17, 16, 0.60))
-SETTINGS = (Setting(torch.bfloat16, False), Setting(torch.bfloat16, True), Setting(torch.float32, False))
 
 
 def new_vae(blocks: int, device: torch.device) -> AutoencoderKLWan:
@@ -71,22 +62,18 @@ def weighted_error(restored: torch.Tensor, clips: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """A VAE in training: one step draws clips, restores them from noisy latents, and updates the weights."""
 
-    def __init__(self, blocks: int, setting: Setting, painter: Painter) -> None:
-        self.painter, self.setting = painter, setting
-        self.vae = new_vae(blocks, painter.device)
+    def __init__(self, blocks: int, painter: Painter) -> None:
+        self.painter, self.vae = painter, new_vae(blocks, painter.device)
         prepare_whole(self.vae)
-        if setting.channels_last:
-            _to_channels_last(self.vae)
+        _to_channels_last(self.vae)
         self.optimizer = adamw(list(self.vae.parameters()), 0.0, (0.9, 0.99))
 
     def step(self, phase: Phase) -> torch.Tensor:
         """One update on fresh clips; the loss, a tensor."""
         shown = random_attributes(phase.clips, self.painter.device)
-        clips = self.painter.paint(shown, phase.frames)
-        if self.setting.channels_last:
-            clips = clips.contiguous(memory_format=torch.channels_last_3d)
-        device = self.painter.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.setting.dtype == torch.bfloat16, cache_enabled=False):
+        clips = self.painter.paint(shown, phase.frames).contiguous(memory_format=torch.channels_last_3d)
+        kind = self.painter.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda", cache_enabled=False):
             latents = encode_whole(self.vae, clips)
             restored = decode_whole(self.vae, latents + NOISE * torch.randn_like(latents))
         loss = weighted_error(restored.float(), clips) + 1e-3 * latents.float().square().mean()
@@ -114,23 +101,8 @@ def _to_channels_last(vae: torch.nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
 
 
-def fastest_setting(blocks: int, painter: Painter) -> Setting:
-    """The setting with which a throw-away model does the longest phase's steps fastest."""
-    times = {}
-    for setting in SETTINGS:
-        trial = Trainer(blocks, setting, painter)
-        run = captured(partial(trial.step, PHASES[-1]), trial.optimizer)
-        start = time.monotonic()
-        for _ in range(8):
-            run()
-        torch.cuda.synchronize()
-        times[setting] = (time.monotonic() - start) / 8
-        print(setting, f"{1e3 * times[setting]:.1f} ms a step", flush=True)
-    return min(times, key=times.__getitem__)
-
-
 @torch.no_grad()
-def latent_statistics(vae: AutoencoderKLWan, painter: Painter, batches: int = 8) -> tuple[list[float], list[float]]:
+def latent_statistics(vae: AutoencoderKLWan, painter: Painter, batches: int = 4) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each latent channel over drawn clips."""
     latents = []
     for _ in range(batches):
@@ -184,14 +156,12 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, start: float) -> None:
-    """Find the fastest setting, then give the phases their shares of the time that is left."""
+    """Give the phases their shares of the time."""
+    torch.set_num_threads(min(8, torch.get_num_threads()))
     torch.manual_seed(args.seed)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    cuda = torch.cuda.is_available()
-    painter = Painter(torch.device("cuda" if cuda else "cpu"), args.size)
-    setting = fastest_setting(args.blocks, painter) if cuda else SETTINGS[-1]
-    trainer = Trainer(args.blocks, setting, painter)
+    trainer = Trainer(args.blocks, Painter(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.size))
     steps, begun = [], 0.0
     first, last = time.monotonic(), start + args.seconds - min(FINISH_SECONDS, args.seconds / 10)
     for phase in PHASES:
@@ -205,7 +175,8 @@ def finish(trainer: Trainer, steps: list[int], out: Path) -> None:
     torch.backends.cudnn.benchmark = False
     vae = walking_copy(trainer.vae, trainer.painter)
     vae.save_pretrained(out)
-    report = {**measure(vae, trainer.painter), "steps": steps, "setting": str(trainer.setting)}
+    print("saved", out, flush=True)
+    report = {**measure(vae, trainer.painter), "steps": steps}
     out.with_name(out.name + "_report.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report), flush=True)
 
