@@ -300,7 +300,8 @@ class Pool:
                 member.asked = None if member.asked is None else member.asked + pause
 
     def _give_up(self, member: Member) -> None:
-        """A ready rank always answers; one that starts may hold its interpreter while a driver loads, unless stopped."""
+        """A ready rank always answers; one that starts may hold its interpreter while a driver loads, unless it is
+        stopped."""
         if member.ready is None and not is_stopped(member.pid):
             return
         member.silent = True

@@ -90,6 +90,10 @@ class Scheduler:
         for candidate in self.policy([self._candidate(task) for task in self.tasks.values()]):
             task = self.tasks[candidate.task]
             if task.state == "waiting":
+                self._finish_if_done(task)  # an earlier try may have kept the finished latent
+            if task.id not in self.tasks:
+                continue
+            if task.state == "waiting":
                 self._begin(task)
             if task.state == "loading":
                 self._open(task)

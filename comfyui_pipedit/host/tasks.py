@@ -134,10 +134,11 @@ class ClipTask(Task):
     def _resume(self) -> None:
         found = self.kept_latent.read()
         self.first = self.granted = found[0] if found else 0
+        self.units = self.num_steps
 
     def reset(self) -> None:
-        self._resume()
         super().reset()
+        self._resume()
 
     def open_message(self, seq: int) -> Message:
         if not self.fds.numbers:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toy
-from gates import Gate
+from gates import Gate, MakeGate
 
 from comfyui_pipedit.host.engine import Engine
-
-MakeGate = Callable[[int, str], Gate]
 
 
 @pytest.fixture(scope="module")

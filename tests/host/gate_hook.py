@@ -1,4 +1,4 @@
-"""A preload file that makes ranks stop at a gate (tests/host/gates.py): so a test kills, stops or cancels exactly there.
+"""A preload file that makes ranks stop at a gate (tests/host/gates.py), where a test kills, stops or cancels them.
 
 PIPEDIT_TEST_GATES names the gates' folder. A rank whose phase matches the gate announces itself, then waits.
 """

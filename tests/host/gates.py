@@ -49,6 +49,9 @@ class Gate:
         os.close(self._reader)
 
 
+MakeGate = Callable[[int, str], Gate]
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
     """Waits for a condition of another thread; the deadline is the failure."""
     end = time.monotonic() + seconds

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import toy
-from conftest import MakeGate
-from gates import Alive, until
+from gates import Alive, MakeGate, until
 from torch import Tensor
 
 from comfyui_pipedit.errors import PipeDiTError, WorkerDied, WorkerStuck
@@ -126,7 +125,7 @@ def test_a_starting_rank(victim: int, fault: signal.Signals, engine: Engine, gat
     strike(engine, 0, KILL)
     hold.wait()
     ticket = engine.submit(toy.job())  # waits for the pool, and does not fail with it
-    pid, alive = strike(engine, victim, fault)
+    pid, _ = strike(engine, victim, fault)
     pattern = rank_pattern(victim, pid, "joining the world", fault) + r".*The pool restarts by itself\.$"
     until(lambda: logged(caplog, pattern), "the loss in the log", SECONDS)
     assert ticket.frames is not None and ticket.frames.wait(SECONDS * 2)
