@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,15 @@ from torch import Tensor
 
 from ..errors import WorkerStuck
 from .fabric import Parcel
+
+
+@contextmanager
+def naming(peers: Sequence[int]) -> Iterator[None]:
+    """Makes what torch raises for a lost peer or a timeout, in a wait or before, a WorkerStuck that names the peers."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerStuck(f"an exchange with ranks {', '.join(map(str, peers))} broke: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,12 +33,9 @@ class Posted:
 
     def wait(self) -> None:
         """WorkerStuck, with the ranks at the other ends, if one of them ended or passed the world's timeout."""
-        try:
+        with naming(self.peers):
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            peers = ", ".join(map(str, self.peers))
-            raise WorkerStuck(f"an exchange with ranks {peers} broke: {error}") from error
 
 
 class PointToPoint:
@@ -38,12 +45,15 @@ class PointToPoint:
         self.device = torch.device(device)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
-        """Starts all messages as one batch; empty tensors are left out (by both ends alike)."""
+        """Starts all messages as one batch; empty tensors are left out (by both ends). WorkerStuck as in `wait`."""
         outgoing = [(peer, tensor.contiguous()) for peer, tensor in sends if tensor.numel()]
+        incoming = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
+        peers = tuple(sorted({peer for peer, _ in outgoing + incoming}))
         ops = [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in outgoing]
-        ops += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in receives if tensor.numel()]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        return Posted(tuple(works), tuple(sorted({op.peer for op in ops})), tuple(tensor for _, tensor in outgoing))
+        ops += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in incoming]
+        with naming(peers):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return Posted(tuple(works), peers, tuple(tensor for _, tensor in outgoing))
 
     def warm_up(self) -> None:
         """Connects all pairs once; every rank of the world calls it. NCCL needs a collective of all ranks before a

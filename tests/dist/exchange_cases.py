@@ -172,16 +172,24 @@ def phases(device: torch.device, layout: Layout) -> list[str]:
     return told
 
 
-def peer_goes_away(device: torch.device, layout: Layout) -> tuple[str, float]:
-    """(what rank 0 raises when rank 1 leaves instead of exchanging, after how many seconds)."""
+def peer_goes_away(device: torch.device, layout: Layout, early: bool) -> tuple[str, float]:
+    """(what rank 0 raises when rank 1 leaves instead of exchanging, after how many seconds).
+
+    early: rank 1 is gone before rank 0 posts anything; else rank 0 waits for it already.
+    """
     x = torch.zeros(1, layout.rows_of(dist.get_rank()), layout.heads.num_heads, WIDTH)
-    exchange = Exchange(dist.get_rank(), PointToPoint(device))
-    exchange.attend(x, x, x, layout)
+    store = dist.distributed_c10d._get_default_store()
     start, text = time.monotonic(), ""
     if dist.get_rank() == 0:
+        exchange = Exchange(0, PointToPoint(device), on_phase=lambda what: store.set("waits", what))
+        if early:
+            store.wait(["left"])
         try:
             exchange.attend(x, x, x, layout)
         except WorkerStuck as error:
             text = str(error)
+    elif not early:
+        store.wait(["waits"])
     dist.destroy_process_group()
+    store.set("left", "")
     return text, time.monotonic() - start

@@ -102,7 +102,9 @@ def test_the_phase_board_says_what_a_rank_waits_for(world: Ranks):
                      "outputs of chunk 1/2 with ranks 1", "", "outputs of chunk 2/2 with ranks 1", ""]
 
 
-def test_a_peer_that_goes_away_is_named_at_once(world: Ranks):
-    (text, seconds), _ = world.run(2, cases.peer_goes_away, layout=Layout.even(Group((0, 1)), 8, 4))
+@pytest.mark.parametrize("early", [False, True], ids=["while waited for", "before anything is posted"])
+def test_a_peer_that_goes_away_is_named_at_once(world: Ranks, early: bool):
+    layout = Layout.even(Group((0, 1)), 8, 4)
+    (text, seconds), _ = world.run(2, cases.peer_goes_away, layout=layout, early=early)
     assert text.startswith("an exchange with ranks 1 broke: ")
     assert seconds < 10
