@@ -81,9 +81,9 @@ class Ticket:
 
     def fail(self, error: PipeDiTError, stage: Stage = Stage.FAILED) -> None:
         """Engine only: ends with an error; a decode that would have followed ends with the same one."""
-        self._end(None, error, stage)
-        if self.frames is not None:
+        if self.frames is not None:  # first, so that whoever waits for the clip finds its frames decided
             self.frames.fail(error, stage)
+        self._end(None, error, stage)
 
     def _end(self, result: Any, error: PipeDiTError | None, stage: Stage) -> None:
         with self._lock:
