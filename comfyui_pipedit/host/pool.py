@@ -25,6 +25,8 @@ from .verdict import failure_of, first_cause, is_lost, launcher_error, rank_erro
 
 SETTLE_SECONDS = 0.4
 """From the first sign of a loss until it is reported: time for the first cause to show up among its consequences."""
+EXIT_SECONDS = 3.0
+"""How long a launcher that hung up may take to end, and so to say how it ended."""
 START_ATTEMPTS = 2
 
 log = logging.getLogger("pipedit")
@@ -326,7 +328,8 @@ class Pool:
             return []
         if self._loss_seen is None:
             self._loss_seen = time.monotonic()
-        if time.monotonic() - self._loss_seen < SETTLE_SECONDS and not any(map(was_killed, lost)):
+        settle = SETTLE_SECONDS if gone is None or gone.status is not None else EXIT_SECONDS
+        if time.monotonic() - self._loss_seen < settle and not any(map(was_killed, lost)):
             return []
         return [self._lose(gone)]
 

@@ -226,11 +226,12 @@ class Launcher:
     def stop(self) -> None:
         """Ends the launcher and every rank; none of them lives when this returns.
 
-        It ends by itself at end of file; after STOP_SECONDS, or if it is stopped, the whole session is killed.
+        It ends by itself at end of file; after STOP_SECONDS, or if it cannot notice because it is stopped or still
+        imports, the whole session is killed.
         """
         self.channel.close()
         try:
-            self._process.wait(0.0 if is_stopped(self.pid) else STOP_SECONDS)
+            self._process.wait(STOP_SECONDS if self.launched and not is_stopped(self.pid) else 0.0)
         except subprocess.TimeoutExpired:
             # The session's number cannot have been given to others: its leader is not reaped yet.
             with contextlib.suppress(ProcessLookupError):
