@@ -242,6 +242,11 @@ def latent_output(latent: Latent, samples: Tensor) -> dict[str, Any]:
     return {**kept, "samples": samples}
 
 
+def latent_file(samples: Tensor) -> dict[str, Tensor]:
+    """What ComfyUI's Load Latent reads from a safetensors file."""
+    return {"latent_tensor": samples.to("cpu").clone().contiguous(), "latent_format_version_0": torch.tensor([])}
+
+
 def image_output(clips: Sequence[Tensor]) -> Tensor:
     """IMAGE [B * F, H, W, 3] of the clips' frames in order; a lone clip's frames as they are, not copied."""
     return clips[0] if len(clips) == 1 else torch.cat(list(clips))

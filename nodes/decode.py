@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import folder_paths
 from comfy_api.latest import io
+from safetensors.torch import save_file
 
-from comfyui_pipedit.errors import InvalidJob, OutOfMemory, not_one_of
+from comfyui_pipedit.errors import Cancelled, InvalidJob, OutOfMemory, PipeDiTError, not_one_of
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Tiling
 
@@ -129,13 +135,29 @@ class PipeDiTVAEDecode(io.ComfyNode):
             check_vae(vae)
             sizes = (vae.geometry, tile_size, overlap, temporal_size, temporal_overlap)
             latent = samples["samples"]
-            try:
-                tickets = await decoded(vae, latent, convert.tiling(tiling, *sizes))
-            except OutOfMemory:
-                if tiling != "auto":
-                    raise
-                tickets = await decoded(vae, latent, convert.tiling("on", *sizes))
+            with keeping(latent):
+                try:
+                    tickets = await decoded(vae, latent, convert.tiling(tiling, *sizes))
+                except OutOfMemory:
+                    if tiling != "auto":
+                        raise
+                    tickets = await decoded(vae, latent, convert.tiling("on", *sizes))
         return io.NodeOutput(convert.image_output([ticket.result() for ticket in tickets]))
+
+
+@contextlib.contextmanager
+def keeping(latent: Any) -> Iterator[None]:
+    """Writes a latent that the pool could not decode to ComfyUI's temp folder and puts the path into the error."""
+    try:
+        yield
+    except (InvalidJob, Cancelled):
+        raise
+    except PipeDiTError as error:
+        path = Path(folder_paths.get_temp_directory()) / f"pipedit_undecoded_{uuid.uuid4().hex[:8]}.latent"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(convert.latent_file(latent), path)
+        error.args = (f"{error}\nThe latent is in {path}; copy it to ComfyUI's input folder for Load Latent.",)
+        raise
 
 
 def check_vae(vae: Any) -> None:

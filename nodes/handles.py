@@ -19,7 +19,7 @@ from comfyui_pipedit.job import Geometry, ModelFiles, TextRequest, Tiling, Weigh
 from comfyui_pipedit.loaders.vocabulary import check_text
 
 from . import convert, waiting
-from .pools import EngineLike, Pools
+from .pools import Pools, Request
 
 CLIP_NAME = "PipeDiT Loader's clip"
 VAE_NAME = "PipeDiT Loader's vae"
@@ -41,10 +41,9 @@ class PoolModel:
     devices: str
     files: ModelFiles = field(repr=False)
 
-    @property
-    def engine(self) -> EngineLike:
-        """The pool; started by the first use."""
-        return self.pools.get(self.devices)
+    def submit(self, *requests: Request) -> tuple[Ticket, ...]:
+        """One ticket a request; the first one starts the pool."""
+        return self.pools.submit(self.devices, requests)
 
     def __str__(self) -> str:
         return f"{self.files.name} on {self.devices}"
@@ -79,9 +78,9 @@ class PoolClip:
     def encode_from_tokens(self, tokens: Tokens, return_pooled: bool | str = False, return_dict: bool = False) -> Any:
         """The embedding float32 [1, L, D] with zeros after the text; None as pooled output if asked for."""
         with waiting.naming(CLIP_NAME):
-            ticket = self.model.engine.submit(TextRequest(self.weights, (tokens.text,)))
-            waiting.wait([ticket])
-        text: Tensor = ticket.result()[0]
+            tickets = self.model.submit(TextRequest(self.weights, (tokens.text,)))
+            waiting.wait(tickets)
+        text: Tensor = tickets[0].result()[0]
         if return_dict:
             return {"cond": text, "pooled_output": None}
         return (text, None) if return_pooled else text
@@ -145,8 +144,7 @@ class PoolVAE:
         running = self.model.pools.take(checked, self.weights, tiling)
         if running is not None:
             return running
-        engine = self.model.engine
-        return tuple(map(engine.submit, convert.decodes(checked, self.weights, self.geometry, tiling, label)))
+        return self.model.submit(*convert.decodes(checked, self.weights, self.geometry, tiling, label))
 
     def decode(self, samples: Tensor, vae_options: Mapping[str, Any] | None = None) -> Tensor:
         """Frames float32 [B, F, H, W, 3] in 0..1 of samples [B, C, T, h, w]."""
@@ -177,8 +175,7 @@ class PoolVAE:
     def encode(self, pixels: Tensor) -> Tensor:
         """Latent float32 [B, C, T, h, w] of IMAGE [F, H, W, 3] (one clip) or [B, F, H, W, 3]."""
         with waiting.naming(VAE_NAME):
-            requests = convert.encodes(pixels, self.weights, self.geometry)
-            tickets = tuple(map(self.model.engine.submit, requests))
+            tickets = self.model.submit(*convert.encodes(pixels, self.weights, self.geometry))
             waiting.wait(tickets)
         return torch.cat([ticket.result() for ticket in tickets])
 

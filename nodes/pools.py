@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from comfyui_pipedit.config import EngineConfig
+from comfyui_pipedit.errors import PipeDiTError, PoolClosed
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import DecodeRequest, EncodeRequest, Job, Span, TextRequest, Tiling, Weights
@@ -79,6 +81,21 @@ class Pools:
                 self.engines[key] = self.factory(devices)
             return self.engines[key]
 
+    def submit(self, devices: str, requests: Sequence[Request]) -> tuple[Ticket, ...]:
+        """One ticket a request. An engine that ended, because its workers could not start, is replaced once."""
+        try:
+            return submit_all(self.get(devices), requests)
+        except PoolClosed:
+            self.forget(devices)
+            return submit_all(self.get(devices), requests)
+
+    def forget(self, devices: str) -> None:
+        """Closes the engine of a `devices` text, if there is one; the next use makes a new one."""
+        engine = self.get(devices)
+        with self.lock:
+            self.engines = {key: other for key, other in self.engines.items() if other is not engine}
+        engine.close()
+
     def all(self) -> dict[str, EngineLike]:
         """The engines there are, by a text that names their devices."""
         with self.lock:
@@ -107,19 +124,38 @@ class Pools:
             engine.close()
 
     def remember(self, samples: Tensor, ahead: Ahead) -> None:
-        """Ties running decodes to the very tensor that the Sampler puts out; they are forgotten with it."""
+        """Ties running decodes to the very tensor that the Sampler puts out; without it they are cancelled."""
         self.ahead[samples] = ahead
+        weakref.finalize(samples, cancel, ahead.tickets).atexit = False
 
     def take(self, samples: Tensor, vae: Weights, tiling: Tiling | None) -> tuple[Ticket, ...] | None:
         """The decodes that already run for this tensor, once; None if there are none, or if they failed or differ."""
         ahead: Ahead | None = self.ahead.pop(samples, None)
-        if (
-            ahead is None
-            or (ahead.vae, ahead.tiling) != (vae, tiling)
-            or any(ticket.failed() for ticket in ahead.tickets)
-        ):
+        if ahead is None:
             return None
-        return ahead.tickets
+        if (ahead.vae, ahead.tiling) == (vae, tiling) and not any(ticket.failed() for ticket in ahead.tickets):
+            return ahead.tickets
+        cancel(ahead.tickets)
+        return None
+
+
+def submit_all(engine: EngineLike, requests: Sequence[Request]) -> tuple[Ticket, ...]:
+    """Tickets of all requests; if one is refused, those before it are cancelled."""
+    tickets: list[Ticket] = []
+    try:
+        for request in requests:
+            tickets.append(engine.submit(request))
+    except PipeDiTError:
+        cancel(tickets)
+        raise
+    return tuple(tickets)
+
+
+def cancel(tickets: Sequence[Ticket]) -> None:
+    """Cancels what has not ended."""
+    for ticket in tickets:
+        if not ticket.done():
+            ticket.cancel()
 
 
 pools = Pools()

@@ -206,7 +206,7 @@ class PipeDiTSampler(io.ComfyNode):
             node = getattr(get_executing_context(), "node_id", "")
             follow_up = decode_after(cls.hidden.prompt or {}, node, model)
             jobs = convert.jobs(model.files, positive, negative, latent_image, settings, follow_up, f"node {node}")
-            tickets = tuple(map(model.engine.submit, jobs))
+            tickets = model.submit(*jobs)
             await waiting.follow(tickets, waiting.Reporter(tickets))
         samples = torch.cat([ticket.result() for ticket in tickets])
         frames = tuple(ticket.frames for ticket in tickets if ticket.frames is not None)

@@ -15,6 +15,8 @@ from comfyui_pipedit.errors import PipeDiTError
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Progress, Stage
 
+from .pools import cancel
+
 SLICE = 0.05
 WORKING = (Stage.ENCODING, Stage.DENOISING, Stage.DECODING)
 
@@ -36,16 +38,16 @@ def cancelling(tickets: Sequence[Ticket]) -> Iterator[None]:
     try:
         yield
     finally:
-        for ticket in tickets:
-            if not ticket.done():
-                ticket.cancel()
+        cancel(tickets)
 
 
 def wait(tickets: Sequence[Ticket]) -> None:
     """Blocks the prompt's thread until all ended; for core nodes, whose calls into clip and vae are not async."""
+    report = Reporter(tickets)
     with cancelling(tickets):
         for ticket in tickets:
             while not ticket.wait(SLICE):
+                report()
                 management.throw_exception_if_processing_interrupted()
             ticket.result()
 

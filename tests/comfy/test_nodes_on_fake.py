@@ -253,6 +253,25 @@ def test_the_pools_errors_keep_their_class_and_get_the_nodes_name(fake: Client, 
         assert outcome.status == "success" and len(asked(fake, "decode")) == 1, "a lost decode is asked for again"
 
 
+def test_a_latent_that_cannot_be_decoded_is_written(fake: Client) -> None:
+    script(fake, fail={"frames": "rank 2 was killed", "decode": "rank 2 was killed"})
+    seed = time.monotonic_ns()
+    text = message(run(fake, without(paper(seed=seed), "8")))
+    assert text.startswith("Decoupled VAE Decode: rank 2 was killed")
+    kept = safetensors.torch.load_file(text.split("The latent is in ")[1].split(";")[0])
+    assert kept.keys() == {"latent_tensor", "latent_format_version_0"}
+    assert torch.equal(
+        kept["latent_tensor"], torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    )
+
+
+def test_an_engine_that_ended_is_replaced(fake: Client) -> None:
+    script(fake, closed=1)
+    assert run(fake, paper()).status == "success"
+    script(fake, closed=2)
+    assert "could not start" in message(run(fake, paper(text="a blue circle")))
+
+
 @pytest.mark.parametrize(
     ("widgets", "parts"),
     [

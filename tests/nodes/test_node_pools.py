@@ -72,11 +72,24 @@ def test_a_decode_that_differs_or_failed_is_not_taken(vae: Weights, tiling: Tili
     assert pools.take(samples, vae, tiling) is None
 
 
-def test_a_decode_ahead_is_forgotten_with_its_latent() -> None:
-    pools = Pools(Closing)
-    pools.remember(torch.ones(1, 2), Ahead((ticket(),), VAE, None))
+def test_a_decode_ahead_is_cancelled_and_forgotten_with_its_latent() -> None:
+    pools, cancelled = Pools(Closing), []
+    pools.remember(torch.ones(1, 2), Ahead((Ticket("frames", cancelled.append),), VAE, None))
     gc.collect()
-    assert len(pools.ahead) == 0
+    assert len(pools.ahead) == 0 and cancelled == ["frames"]
+
+
+def test_a_refused_request_cancels_those_before_it() -> None:
+    class Refusing(Closing):
+        def submit(self, request: Any) -> Ticket:
+            if request == "bad":
+                raise InvalidJob("no")
+            return Ticket(request, cancelled.append)
+
+    cancelled: list[str] = []
+    with pytest.raises(InvalidJob):
+        Pools(Refusing).submit("cpu:2", ["first", "second", "bad"])
+    assert cancelled == ["first", "second"]
 
 
 class Folders:

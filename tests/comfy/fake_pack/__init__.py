@@ -1,6 +1,7 @@
 """A scripted engine for tests, put in at the one seam where nodes meet the engine; and nodes that make bad inputs.
 
-POST /fake {"hold": [kinds], "fail": {kind: text}} installs it anew; GET /fake tells what was asked of it.
+POST /fake {"hold": [kinds], "fail": {kind: text}} installs it anew, "closed": N lets N engines end at once.
+GET /fake tells what was asked of it.
 POST /fake/release {} lets held work go on, {"fail_first": text} ends the oldest with an error.
 Kinds: text, clip, decode, encode.
 """
@@ -32,7 +33,7 @@ class FakeEngine:
     """Answers at once, or when released; remembers what was asked."""
 
     def __init__(self, hold: list[str], fail: dict[str, str]) -> None:
-        self.hold, self.fail = hold, fail
+        self.hold, self.fail, self.closed = hold, fail, False
         self.numbers = itertools.count(1)
         self.asked: list[dict[str, Any]] = []
         self.held: list[tuple[Any, Any]] = []
@@ -41,6 +42,8 @@ class FakeEngine:
         self.lock = threading.Lock()
 
     def submit(self, request: Any) -> Any:
+        if self.closed:
+            raise importlib.import_module("comfyui_pipedit.errors").PoolClosed("the workers could not start")
         tickets = importlib.import_module("comfyui_pipedit.host.ticket")
         kind = KINDS[type(request).__name__]
         name = f"{kind}-{next(self.numbers)}"
@@ -195,7 +198,13 @@ async def install(request: web.Request) -> web.Response:
     body = await request.json()
     engine = FakeEngine(body.get("hold", []), body.get("fail", {}))
     pools = pack_module("nodes.pools").pools
-    pools.factory = lambda devices: engine
+    closed = itertools.count()
+
+    def factory(devices: str) -> FakeEngine:
+        engine.closed = next(closed) < body.get("closed", 0)
+        return engine
+
+    pools.factory = factory
     pools.engines.clear()
     PromptServer.instance.fake_engine = engine
     return web.json_response({})
