@@ -315,7 +315,7 @@ class Pool:
                 member.failure = member.failure or WorkerStuck(f"was not ready after {self.config.start_deadline:g} s")
         launcher = self._launcher
         if launcher is not None and not launcher.launched:
-            launcher.channel.close()
+            launcher.failure = f"was not ready after {self.config.start_deadline:g} s"
 
     # -- losses -----------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Pool:
             return []
         if self._loss_seen is None:
             self._loss_seen = time.monotonic()
-        settle = SETTLE_SECONDS if gone is None or gone.status is not None else EXIT_SECONDS
+        settle = SETTLE_SECONDS if gone is None or gone.failure or gone.status is not None else EXIT_SECONDS
         if time.monotonic() - self._loss_seen < settle and not any(map(was_killed, lost)):
             return []
         return [self._lose(gone)]

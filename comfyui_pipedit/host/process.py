@@ -191,6 +191,7 @@ class Launcher:
         self.folder = Path(tempfile.mkdtemp(prefix="pipedit-"))
         self.log = LogPipe("launcher")
         self.launched = False
+        self.failure = ""
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, config.ping_deadline)
         try:
@@ -220,8 +221,8 @@ class Launcher:
 
     @property
     def gone(self) -> bool:
-        """Whether it ended, or hung up and is about to."""
-        return self.channel.closed or self.status is not None
+        """Whether it ended, hung up and is about to, or was given up."""
+        return bool(self.failure) or self.channel.closed or self.status is not None
 
     def stop(self) -> None:
         """Ends the launcher and every rank; none of them lives when this returns.

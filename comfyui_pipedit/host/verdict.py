@@ -69,7 +69,7 @@ def _end_of(member: Member) -> tuple[type[PoolError], str]:
 def launcher_error(launcher: Launcher) -> PoolError:
     """The error for a launcher that ended. SetupError if it gave up by itself, since it would do so again."""
     status = launcher.status
-    how = "does not get ready" if status is None else how_it_ended(status)
+    how = launcher.failure or how_it_ended(status)
     gave_up = not launcher.launched and (status is None or status >= 0)
     where = "and took all ranks along" if launcher.launched else "while it imported what the ranks need"
     return (SetupError if gave_up else WorkerDied)(

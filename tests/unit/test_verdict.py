@@ -73,18 +73,19 @@ def test_the_log_comes_after_the_first_line() -> None:
 class FakeLauncher:
     launched: bool
     status: int | None
+    failure: str = ""
     pid: int = 5
     log: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(tail=()))
 
 
-@pytest.mark.parametrize(("launched", "status", "kind", "text"), [
-    (False, 1, SetupError, "ended with exit code 1 while it imported"),
-    (False, None, SetupError, "does not get ready while it imported"),
-    (False, -9, WorkerDied, "was killed by SIGKILL"),
-    (True, 1, WorkerDied, "ended with exit code 1 and took all ranks along"),
+@pytest.mark.parametrize(("launcher", "kind", "text"), [
+    (FakeLauncher(False, 1), SetupError, "ended with exit code 1 while it imported"),
+    (FakeLauncher(False, None, "was not ready after 120 s"), SetupError, "was not ready after 120 s while it imported"),
+    (FakeLauncher(False, -9), WorkerDied, "was killed by SIGKILL"),
+    (FakeLauncher(True, 1), WorkerDied, "ended with exit code 1 and took all ranks along"),
 ])
-def test_the_error_of_a_launcher(launched: bool, status: int | None, kind: type[PoolError], text: str) -> None:
-    error = verdict.launcher_error(FakeLauncher(launched, status))
+def test_the_error_of_a_launcher(launcher: FakeLauncher, kind: type[PoolError], text: str) -> None:
+    error = verdict.launcher_error(launcher)
     assert type(error) is kind and text in str(error)
 
 
