@@ -50,12 +50,17 @@ def thing_masks(clip: torch.Tensor) -> torch.Tensor | None:
 
 def _largest_parts(masks: torch.Tensor) -> torch.Tensor:
     """The largest 8-connected part of each mask: labels spread to neighbours until none changes."""
-    labels = torch.arange(1.0, masks[0].numel() + 1, device=masks.device).reshape(masks.shape[1:]) * masks
-    spread = F.max_pool2d(labels, 3, stride=1, padding=1) * masks
+    rows, columns = (masks.any(0).any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+    box = (slice(None), slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
+    inside = masks[box]
+    labels = torch.arange(1.0, inside[0].numel() + 1, device=masks.device).reshape(inside.shape[1:]) * inside
+    spread = F.max_pool2d(labels, 3, stride=1, padding=1) * inside
     while not torch.equal(spread, labels):
-        labels, spread = spread, F.max_pool2d(spread, 3, stride=1, padding=1) * masks
-    biggest = torch.stack([frame[mask].mode().values for frame, mask in zip(labels, masks, strict=True)])
-    return labels == biggest[:, None, None]
+        labels, spread = spread, F.max_pool2d(spread, 3, stride=1, padding=1) * inside
+    biggest = torch.stack([frame[mask].mode().values for frame, mask in zip(labels, inside, strict=True)])
+    parts = torch.zeros_like(masks)
+    parts[box] = labels == biggest[:, None, None]
+    return parts
 
 
 def _colour(clip: torch.Tensor, masks: torch.Tensor) -> str:

@@ -12,7 +12,6 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
