@@ -41,7 +41,6 @@ from ..wire.messages import (
     Opened,
     Ready,
     Refused,
-    TensorRef,
     Unload,
     VaeEncode,
 )
@@ -187,8 +186,3 @@ class Runtime:
 
     def _span(self, name: str, job: str, started: float) -> Span:
         return Span(self.rank, name, job, started, time.monotonic())
-
-
-def tensor(fds: Sequence[int], ref: TensorRef) -> torch.Tensor:
-    """The mapped tensor of a frame."""
-    return buffer.attach(fds[ref.fd], ref)
