@@ -24,17 +24,22 @@ ENDS = {KILL: (WorkerDied, "was killed by SIGKILL"), STOP: (WorkerStuck, r"is st
 
 @dataclass(frozen=True)
 class Phase:
-    """Where the gate holds a rank; `task` is what then runs ("clip" on ranks 0 and 1, "decode" on rank 2)."""
+    """Where the gate holds a rank; `task` is what then runs ("clip" on ranks 0 and 1, "decode" on rank 2).
+
+    `leader`: how the leader's phase must begin before the fault, since others may be a step ahead of what it kept.
+    """
 
     rank: int
     pattern: str
     task: str
     kept: str
+    leader: str = ""
 
 
 PHASES = {
     "mid-step": Phase(0, "^step 2 of 4$", "clip", "Step 1 of 4 is kept: queue again to continue from there"),
-    "exchange": Phase(1, "^step 3 of 4: gather", "clip", "Step 2 of 4 is kept: queue again to continue from there"),
+    "exchange": Phase(1, "^step 3 of 4: gather", "clip", "Step 2 of 4 is kept: queue again to continue from there",
+                      leader="step 3 of 4"),
     "hand-off out": Phase(0, "^keeping the finished latent$", "clip", "Step 3 of 4 is kept: queue again"),
     "hand-off in": Phase(2, "^preparing a decode$", "decode", "The finished latent is kept: queue again and only the"),
     "mid-decode": Phase(2, "^decode piece 2 of 4$", "decode", "The finished latent is kept: queue again and only the"),
@@ -85,6 +90,7 @@ def test_a_rank_at_work(name: str, victim: int, fault: signal.Signals, engine: E
     hold = gate(phase.rank, phase.pattern)
     ticket = engine.submit(toy.job())
     held_in = hold.wait()
+    until(lambda: engine.pool.phase(0).startswith(phase.leader), "the leader in the step that is struck")
     pid, alive = strike(engine, victim, fault)
     struck = time.monotonic()
     hit = ticket if phase.task == "clip" else ticket.frames
