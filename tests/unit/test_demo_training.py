@@ -1,4 +1,4 @@
-"""What trains the demo model, and a clip of it by a plain loop: needs diffusers from the workers' folder."""
+"""What trains the demo model, and a clip of it by a pool: needs diffusers from the workers' folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ use_worker_site()
 
 from diffusers import AutoencoderKLWan  # noqa: E402
 
+from comfyui_pipedit.config import EngineConfig  # noqa: E402
 from comfyui_pipedit.demo.captured import Tick, adamw, captured, set_rate, ticks, warm_cosine  # noqa: E402
 from comfyui_pipedit.demo.clips import Attributes, Painter, random_attributes  # noqa: E402
 from comfyui_pipedit.demo.judge import judge  # noqa: E402
 from comfyui_pipedit.demo.prompts import JUDGED  # noqa: E402
 from comfyui_pipedit.demo.sample import simple_sigmas, starting_noise  # noqa: E402
 from comfyui_pipedit.demo.save import build_tokenizer, save_text_encoder  # noqa: E402
-from comfyui_pipedit.demo.sheets import WEIGHTS, DemoModel, loaded, wanted  # noqa: E402
+from comfyui_pipedit.demo.sheets import queue, wanted  # noqa: E402
 from comfyui_pipedit.demo.text_encoder import TextEncoder  # noqa: E402
 from comfyui_pipedit.demo.train_vae import Phase, Trainer, new_vae  # noqa: E402
 from comfyui_pipedit.demo.whole_clip import decode_whole, encode_whole, prepare_whole  # noqa: E402
+from comfyui_pipedit.host.engine import Engine  # noqa: E402
+from comfyui_pipedit.requests import DEMO as WEIGHTS  # noqa: E402
+from comfyui_pipedit.requests import Settings, find_model  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -116,7 +120,7 @@ def test_saved_parts_are_the_committed_ones(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_the_trained_vae_restores_clips() -> None:
     torch.manual_seed(2)
-    vae = loaded(AutoencoderKLWan, WEIGHTS / "vae")
+    vae = AutoencoderKLWan.from_pretrained(WEIGHTS / "vae")
     clips = Painter(CPU).paint(random_attributes(2, CPU))
     latents = vae.encode(clips).latent_dist.mode()
     assert (vae.decode(latents).sample - clips).square().mean() < 4 * 10**-3.5  # 35 dB
@@ -125,4 +129,10 @@ def test_the_trained_vae_restores_clips() -> None:
 
 
 def test_a_prompt_becomes_the_clip_it_asks_for() -> None:
-    assert judge(DemoModel(WEIGHTS).clip(JUDGED[0], "euler", 10, 5.0)) == wanted(JUDGED[0])
+    engine = Engine(EngineConfig(devices="cpu:3"))
+    try:
+        ticket, = queue(engine, find_model("demo"), JUDGED[:1], Settings(steps=10))
+        ticket.wait()
+        assert judge(ticket.result()) == wanted(JUDGED[0])
+    finally:
+        engine.close()
