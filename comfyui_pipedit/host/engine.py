@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..config import EngineConfig
@@ -109,6 +109,9 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=20)
         self.pool.close()
+        with self._lock:
+            kept, self._kept = list(self._kept.values()), OrderedDict()
+        _close_all(kept)
 
     # -- making tasks -----------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Engine:
         ticket.plan = plan
         key = job_key(job)
         kept = self._take_kept(key) or KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
-        ticket.add_done_callback(lambda ended: self._keep(key, kept) if ended.failed() else None)
+        ticket.add_done_callback(lambda ended: self._put_away(key, kept, ended))
         return ClipTask(ticket, ordinal, job, plan, kept)
 
     def _take_kept(self, key: str) -> KeptLatent | None:
@@ -142,14 +145,16 @@ class Engine:
         with self._lock:
             return self._kept.pop(key, None)
 
-    def _keep(self, key: str, kept: KeptLatent) -> None:
-        """Saves an unfinished clip's latent for the next try at the same content."""
-        if kept.read() is None:
-            return
+    def _put_away(self, key: str, kept: KeptLatent, ended: Ticket) -> None:
+        """Saves an unfinished clip's latent for the next try at the same content; closes what nobody will need."""
+        if not ended.failed() or kept.read() is None:
+            return kept.close()
         with self._lock:
+            over = [self._kept.pop(key, None)]
             self._kept[key] = kept
             while len(self._kept) > KEPT_LATENTS:
-                self._kept.popitem(last=False)
+                over.append(self._kept.popitem(last=False)[1])
+        return _close_all(over)
 
     def _ticket(self, name: str) -> Ticket:
         return Ticket(name, self._cancel_later)
@@ -227,7 +232,11 @@ class Engine:
             ticket.fail(error)
 
 
+def _close_all(kept: Iterable[KeptLatent | None]) -> None:
+    for latent in kept:
+        if latent is not None:
+            latent.close()
+
+
 def _kind(request: Request) -> str:
     return {DecodeRequest: "decode", TextRequest: "text", EncodeRequest: "encode"}[type(request)]
-
-
