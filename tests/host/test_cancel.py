@@ -37,7 +37,13 @@ def run(engine: Engine) -> tuple[Tensor, Tensor]:
 def cancel(engine: Engine, ticket: Ticket) -> None:
     """Returns when the engine knows of it."""
     ticket.cancel()
-    until(lambda: ticket.done() or engine.scheduler.tasks[ticket.id].cancelling, "the engine hears of the cancel")
+    until(lambda: ticket.done() or is_cancelling(engine, ticket), "the engine hears of the cancel")
+
+
+def is_cancelling(engine: Engine, ticket: Ticket) -> bool:
+    """Whether the engine has the task, and knows; it may not have it yet, or no more."""
+    task = engine.scheduler.tasks.get(ticket.id)
+    return task is not None and task.cancelling
 
 
 def assert_cancelled(ticket: Ticket) -> None:
