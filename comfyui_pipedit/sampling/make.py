@@ -22,6 +22,8 @@ SOLVER_OF: dict[str, Callable[[Tensor], list[tuple[Row, ...]]]] = {
     "uni_pc": uni_pc,
 }
 SAMPLERS = tuple(SOLVER_OF)
+SHOWN = 12
+"""Noise levels that a message lists one by one."""
 
 
 def sigmas(
@@ -66,8 +68,19 @@ def check_levels(levels: Tensor) -> None:
     if not falls or not levels[0] <= 1.0 + 1e-6 or not 0.0 <= levels[-1] < 1.0:
         raise InvalidJob(
             f"sigmas must fall from at most 1 to at least 0 without a repeat, two or more of them, not "
-            f"{levels.tolist()}; use fewer steps, or another scheduler"
+            f"{shortened(levels)}; use fewer steps, or another scheduler"
         )
+
+
+def shortened(levels: Tensor) -> str:
+    """Noise levels for a message: all of a few; of many the first, the last, and the first two that do not fall."""
+    flat = levels.flatten()
+    values = [f"{value:.6g}" for value in flat.tolist()]
+    if len(values) <= SHOWN:
+        return f"[{', '.join(values)}]"
+    text = f"{len(values)} levels [{', '.join(values[:3])}, ..., {', '.join(values[-2:])}]"
+    stays = (~(flat[1:] < flat[:-1])).nonzero().flatten().tolist()
+    return f"{text}, where level {stays[0] + 2} is {values[stays[0] + 1]} after {values[stays[0]]}" if stays else text
 
 
 def check_unipc_steps(steps: int) -> None:

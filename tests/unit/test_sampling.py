@@ -276,6 +276,20 @@ def test_levels_that_do_not_fall_within_zero_and_one_are_refused(sampler: str, l
         sampling.solver_table(sampler, levels)
 
 
+def test_a_refusal_of_thousands_of_levels_is_a_line_that_names_the_first_wrong_one() -> None:
+    levels = sampling.sigmas("simple", 2500, shift=3.0)
+    with pytest.raises(InvalidJob) as caught:
+        sampling.solver_table("euler", levels)
+    text = str(caught.value)
+    first = next(i for i in range(len(levels) - 1) if levels[i + 1] >= levels[i])
+    assert len(text) < 300 and text.startswith("sigmas must fall")
+    assert "2501 levels [1, " in text and f"level {first + 2} is {levels[first + 1]:.6g} after" in text
+    with pytest.raises(InvalidJob, match=r"not 20 levels \[1\.5, 1\.4\d*, 1\.3\d*, \.\.\., 0\.0\d*, 0\];"):
+        sampling.solver_table("euler", torch.linspace(1.5, 0.0, 20))
+    with pytest.raises(InvalidJob, match=r"not \[0\.5, 0\.8, 0\];"):
+        sampling.solver_table("euler", [0.5, 0.8, 0.0])
+
+
 def test_uni_pc_refuses_levels_below_the_one_it_ends_at() -> None:
     with pytest.raises(InvalidJob, match="sigmas must fall"):
         sampling.solver_table("uni_pc", [1.0, 0.5, 0.0005, 0.0])
