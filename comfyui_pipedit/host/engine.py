@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import JobError, PoolClosed, PoolError, Unplannable
+from ..errors import JobError, PipeDiTError, PoolClosed, Unplannable
 from ..job import DecodeRequest, EncodeRequest, Job, ModelFiles, Span, TextRequest
 from ..plan import Plan, shrink, split_groups
 from ..wire.buffer import KeptLatent
@@ -59,14 +59,17 @@ class Engine:
         `ticket.frames` is the ticket of the frames); for a DecodeRequest frames float32 [F, H, W, 3] in 0..1; for a
         TextRequest a list of embeddings; for an EncodeRequest a latent. Raises Unplannable, StorageFull or PoolClosed.
         """
-        with self._lock:
-            if self._closed:
-                raise PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
-            self._start()
-        ordinal = next(self._numbers)
-        task = self._task(request, ordinal)
-        self._post(lambda: self.scheduler.add(task))
-        return task.ticket
+        closed = PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
+        if self._closed:
+            raise closed
+        task = self._task(request, next(self._numbers))
+        with self._lock:  # the thread takes it before its last look at what was posted
+            if not self._closed:
+                self._start()
+                self._post(lambda: self.scheduler.add(task))
+                return task.ticket
+        task.ticket.fail(closed)
+        raise closed
 
     def plan(self, files: ModelFiles, latent_shape: tuple[int, ...], chunks: int = 1) -> Plan:
         """The plan that a clip of this shape gets: the split's groups, cut where a clip is too small for them."""
@@ -178,18 +181,20 @@ class Engine:
         self.pool.wake()
 
     def _run(self) -> None:
+        reason: PipeDiTError = PoolClosed("the engine failed, see ComfyUI's log above for the reason; queue again")
         try:
             self.pool.start()
             while not self._closed:
                 self._turn()
-            self.scheduler.fail_all(PoolClosed("the engine was closed"))
-        except PoolError as error:
+            reason = PoolClosed("the engine was closed")
+        except PipeDiTError as error:
             log.error("the pool is down: %s", error)
+            reason = error
+        finally:
             with self._lock:
                 self._closed = True
             self._run_commands()
-            self.scheduler.fail_all(error)
-        finally:
+            self.scheduler.fail_all(reason)
             self.pool.close()
 
     def _turn(self) -> None:

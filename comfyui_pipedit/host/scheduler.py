@@ -15,7 +15,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..errors import Cancelled, JobError, PipeDiTError, PoolError, WorkerStuck, explained, rebuild
+from ..errors import (
+    Cancelled,
+    InvalidJob,
+    JobError,
+    OutOfStep,
+    PipeDiTError,
+    PoolError,
+    WorkerStuck,
+    explained,
+    rebuild,
+)
 from ..job import Progress, Span, Stage
 from ..wire.channel import close_all
 from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Message, Opened, Refused
@@ -58,7 +68,6 @@ class Scheduler:
         self.spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._on_finished = on_finished
         self._seq = 0
-        self._out: dict[int, int] = {}
         self._attempts: dict[str, int] = {}
 
     def add(self, task: Task) -> None:
@@ -89,15 +98,13 @@ class Scheduler:
             return
         for candidate in self.policy([self._candidate(task) for task in self.tasks.values()]):
             task = self.tasks[candidate.task]
-            if task.state == "waiting":
-                self._finish_if_done(task)  # an earlier try may have kept the finished latent
-            if task.id not in self.tasks:
-                continue
-            if task.state == "waiting":
-                self._begin(task)
-            if task.state == "loading":
-                self._open(task)
-            self._grant(task)
+            try:
+                self._serve(task)
+            except JobError as error:
+                self._end(task, error)
+            except OutOfStep as error:  # larger than a frame may be, and nothing was sent
+                text = f"{task.id} is too long for the pool, use fewer steps or less text: {error}"
+                self._end(task, InvalidJob(text))
 
     def check_deadlines(self) -> None:
         """Rebuilds the pool if a rank has owed an answer for longer than the lease deadline."""
@@ -135,7 +142,7 @@ class Scheduler:
 
     def _opened(self, rank: int, message: Opened) -> None:
         task = self.tasks.get(message.job)
-        if task is None:
+        if task is None or task.state != "opening":
             return
         task.opened.add(rank)
         task.units = message.units
@@ -144,12 +151,12 @@ class Scheduler:
             self._finish_if_done(task)
 
     def _lease_done(self, rank: int, message: LeaseDone | Encoded, fds: tuple[int, ...]) -> None:
-        self._out[rank] = max(0, self._out.get(rank, 0) - 1)
         self.spans.extend(message.spans)
         task = self.tasks.get(message.job)
-        if task is None:
+        if task is None or task.state != "open":
             return
         before = task.done
+        task.leases[rank] -= 1
         task.reported[rank] = units_reported(message)
         task.accept(message, fds)
         self._learn(task, message, before)
@@ -187,7 +194,6 @@ class Scheduler:
                 # The other ranks wait in an exchange that will never complete: only a new world frees them.
                 self._end(task, error)
                 return self._lost(PoolError(f"rank {rank} gave up in mid-step: {message.text}"), ())
-            self._out[rank] = max(0, self._out.get(rank, 0) - (task.granted > task.done))
             self._end(task, error)
         return None
 
@@ -200,6 +206,17 @@ class Scheduler:
 
     # -- giving out -------------------------------------------------------------------------------------------------
 
+    def _serve(self, task: Task) -> None:
+        if task.state == "waiting":
+            self._finish_if_done(task)  # an earlier try may have kept the finished latent
+        if task.id not in self.tasks:
+            return
+        if task.state == "waiting":
+            self._begin(task)
+        if task.state == "loading":
+            self._open(task)
+        self._grant(task)
+
     def _candidate(self, task: Task) -> Candidate:
         return Candidate(task.id, task.ordinal, task.kind, task.ranks, task.state == "open")
 
@@ -211,12 +228,9 @@ class Scheduler:
         task.ticket.report(Progress(Stage.LOADING, 0, 0, f"loading {task.weights.part} on {len(task.ranks)} ranks"))
 
     def _open(self, task: Task) -> None:
-        try:
-            if not self.residence.ensure(task.weights, task.ranks):
-                return
-            message = task.open_message(0)
-        except JobError as error:
-            return self._end(task, error)
+        if not self.residence.ensure(task.weights, task.ranks):
+            return
+        message = task.open_message(0)
         task.since = time.monotonic()
         task.ticket.report(task.progress())
         task.state = "opening" if message is not None else "open"
@@ -224,11 +238,10 @@ class Scheduler:
             opening = task.open_message(self._next_seq())
             assert opening is not None
             self.pool.send(rank, opening, task.fds.numbers)
-        return None
 
     def _grant(self, task: Task) -> None:
         while task.state == "open" and not task.cancelling and task.units is not None and task.granted < task.units:
-            if any(self._out.get(rank, 0) >= LEASES_OUT for rank in task.ranks):
+            if any(self.leases_out(rank) >= LEASES_OUT for rank in task.ranks):
                 return
             last = min(task.units, task.granted + task.lease_units())
             if not task.busy:
@@ -236,8 +249,12 @@ class Scheduler:
             message, fds = task.lease_message(self._next_seq(), task.granted, last)
             task.granted = last
             for rank in task.ranks:
-                self._out[rank] = self._out.get(rank, 0) + 1
                 self.pool.send(rank, message, fds)
+                task.leases[rank] += 1
+
+    def leases_out(self, rank: int) -> int:
+        """Leases that a rank has and did not answer."""
+        return sum(task.leases[rank] for task in self.tasks.values())
 
     def _owing(self, task: Task) -> tuple[int, ...]:
         if task.state == "loading":
@@ -255,7 +272,6 @@ class Scheduler:
     def _lost(self, error: PoolError, ranks: tuple[int, ...]) -> None:
         """A rank is gone: its tasks fail and say what is kept, the others go on from kept latents in a new world."""
         log.error("%s", explained(error, RESTARTS))
-        self._out.clear()
         self.residence.forget()
         for task in list(self.tasks.values()):
             if task.state == "waiting":

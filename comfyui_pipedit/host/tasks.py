@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,13 +44,25 @@ class Fds:
         """A copy of a tensor in a new buffer."""
         return self.add(*buffer.share(tensor, name))
 
+    def share_all(self, tensors: Sequence[Tensor], name: str) -> tuple[TensorRef, ...]:
+        """Copies of tensors of one shape in one new buffer: a frame takes few descriptors, a solver many noises."""
+        if not tensors:
+            return ()
+        fd, ref, whole = buffer.allocate((len(tensors), *tensors[0].shape), tensors[0].dtype, name)
+        ref = self.add(fd, ref)
+        for place, tensor in zip(whole, tensors, strict=True):
+            place.copy_(tensor)
+        size = whole[0].nbytes
+        return tuple(replace(ref, shape=tuple(whole.shape[1:]), offset=i * size) for i in range(len(tensors)))
+
     def close(self) -> None:
         while self.numbers:
             os.close(self.numbers.pop())
 
 
 class Task:
-    """Base of all tasks. `ranks` work on every unit together; `ordinal` is the place in the line."""
+    """Base of all tasks. `ranks` work on every unit together; `ordinal` is the place in the line; `leases` counts those
+    that a rank has not answered."""
 
     kind = ""
     stage = Stage.WAITING
@@ -64,6 +77,7 @@ class Task:
         self.cancelling = False
         self.opened: set[int] = set()
         self.reported: dict[int, int] = {}
+        self.leases: Counter[int] = Counter()
         self.unit_seconds = 0.0
         self.since = time.monotonic()
 
@@ -86,6 +100,7 @@ class Task:
         self.state, self.units, self.granted = "waiting", None, self.first
         self.opened.clear()
         self.reported.clear()
+        self.leases.clear()
 
     def open_message(self, seq: int) -> Message | None:
         """What makes a rank prepare; None if the lease itself carries everything."""
@@ -153,7 +168,7 @@ class ClipTask(Task):
             table=job.table, cfg=job.cfg, positive=fds.share(job.positive, "positive"),
             negative=fds.share(job.negative, "negative") if job.branches == 2 and job.negative is not None else None,
             latent=fds.share(job.latent, "latent"), noise=fds.share(job.noise, "noise"),
-            noises=tuple(fds.share(noise, "noises") for noise in job.noises),
+            noises=fds.share_all(job.noises, "noises"),
             kept=fds.add(os.dup(self.kept_latent.fd), self.kept_latent.ref), first_step=self.first)
 
     def max_units(self) -> int:
