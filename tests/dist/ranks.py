@@ -36,7 +36,8 @@ class Ranks:
 
     def __init__(self) -> None:
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                                    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+                                    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
+                                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # else counting GPUs spoils the fork
         self.server = subprocess.Popen([sys.executable, str(Path(__file__).resolve())], stdin=subprocess.PIPE,
                                        stdout=subprocess.PIPE, env=environment, text=True)
 
