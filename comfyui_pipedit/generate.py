@@ -10,9 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from .config import EngineConfig
-from .errors import InvalidJob, SetupError, StorageFull
+from .errors import InvalidJob, OutOfMemory, SetupError, StorageFull
 from .host.engine import Engine
 from .host.ticket import Ticket
+from .job import DecodeRequest, ModelFiles, Tiling
 from .loaders import check_text
 from .requests import Clip, Settings, encode_texts, find_model, make_job
 
@@ -52,15 +53,26 @@ def run(options: argparse.Namespace) -> int:
         wanted = (options.prompt, options.negative) if options.cfg != 1 else (options.prompt,)
         texts = encode_texts(engine, files, wanted)
         ticket = engine.submit(make_job(files, texts, shape, settings, decode=True, label="clip"))
-        assert ticket.frames is not None
         follow(ticket)
-        follow(ticket.frames)
-        save_video(ticket.frames.result(), options.out, options.fps)
+        save_video(decoded(engine, files, ticket).result(), options.out, options.fps)
     finally:
         engine.close()
     seconds = ", ".join(f"{stage} {value:.1f} s" for stage, value in times(ticket).items())
     print(f"{options.out}: {shape[2]} latent frames, {seconds}", file=sys.stderr)
     return 0
+
+
+def decoded(engine: Engine, files: ModelFiles, ticket: Ticket) -> Ticket:
+    """The ended ticket of a finished clip's frames: in tiles where a whole decode has too little memory."""
+    assert ticket.frames is not None and files.vae is not None
+    try:
+        follow(ticket.frames)
+    except OutOfMemory as error:
+        print(f"{error}; decoding again, in tiles", file=sys.stderr)
+        tiled = engine.submit(DecodeRequest(files.vae, files.geometry, ticket.result(), Tiling()))
+        follow(tiled)
+        return tiled
+    return ticket.frames
 
 
 def times(ticket: Ticket) -> dict[str, float]:
@@ -92,12 +104,23 @@ def save_video(frames: Tensor, path: Path, fps: int) -> None:
     """frames float32 [F, H, W, 3] in 0..1 -> H.264 mp4, written whole or not at all. StorageFull if that fails."""
     data = encode_video(frames, fps)
     try:
-        with path.open("wb") as file:
-            file.write(data)
+        write_whole(data, path)
     except OSError as error:
-        raise StorageFull(f"{path} could not be written ({len(data):,} bytes): {error.strerror}. "
-                          f"Free space or choose another "
-                          f"--out; the same command with the same seed gives the same clip") from error
+        raise StorageFull(f"{path} could not be written ({len(data):,} bytes): {error.strerror}. Free space or choose "
+                          f"another --out; the same command with the same seed gives the same clip") from error
+
+
+def write_whole(data: bytes, path: Path) -> None:
+    """A file, by way of another beside it; what stood there stays if that fails. Into anything but a file directly."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def encode_video(frames: Tensor, fps: int) -> bytes:
