@@ -77,6 +77,11 @@ def overlap_seconds(spans: Sequence[Span]) -> float:
     return sum(common(decodes[job], others[job]) for job in decodes)
 
 
+def overlaps(spans: Sequence[Span]) -> bool:
+    """Whether a clip was decoded while another one was denoised."""
+    return overlap_seconds(spans) > 0
+
+
 def busy_seconds(spans: Iterable[Span], rank: int) -> float:
     """Seconds in which a rank had work."""
     return sum(end - start for start, end in merged(span for span in spans if span.rank == rank))

@@ -16,6 +16,9 @@ import torch
 from graphs import Graph, change, clip_graph, node, without
 from server import Client, ComfyServer, Outcome
 
+from comfyui_pipedit.job import Span
+from comfyui_pipedit.timeline import clip_of, clips_in, is_decode, overlaps
+
 LIMIT = 120.0
 MODEL = "diffusers/tiny"
 TEXT = "a red circle moving right"
@@ -144,23 +147,10 @@ def test_four_branches_overlap_in_the_pool(served: Client) -> None:
         graph[f"7{i}"] = node("PreviewImage", images=[f"6{i}", 0])
     since = time.monotonic()
     run(served, graph)
-    spans = served.get(f"/pipedit/spans?since={since}")
-    decodes = [span for span in spans if span["name"].startswith("decode")]
-    denoises = [span for span in spans if span["name"].startswith("denoise")]
-    assert len({span["job"] for span in decodes}) == len({span["job"] for span in denoises}) == 4
-    meetings = [
-        (one["job"], other["job"])
-        for one in decodes
-        for other in denoises
-        if max(one["start"], other["start"]) < min(one["end"], other["end"])
-    ]
-    assert any(number(one) != number(other) for one, other in meetings), (
-        "no clip was decoded while another was denoised"
-    )
-
-
-def number(job: str) -> str:
-    return job.rsplit("-", 1)[1]
+    spans = [Span(**span) for span in served.get(f"/pipedit/spans?since={since}")]
+    clips = clips_in(spans)
+    assert len(clips) == 4 and {clip_of(span) for span in spans if is_decode(span)} == set(clips)
+    assert overlaps(spans), "no clip was decoded while another was denoised"
 
 
 @pytest.mark.parametrize("phase", ["first step", "later step", "decode"])
