@@ -37,13 +37,15 @@ class Weights:
     """Files of one network: the key under which it is resident in a rank.
 
     family: name in the registry of models/. part: "transformer", "vae" or "text". path: absolute file or folder.
-    dtype: "default" (the file's own; float32 on the CPU), "bf16", "fp16" or "fp32".
+    dtype: "default" (the file's own; float32 on the CPU), "bf16", "fp16" or "fp32". stamp: which state of the files is
+    meant (loaders.stamp), so that a replaced file is another network; "" = whatever is there.
     """
 
     family: str
     part: str
     path: str
     dtype: str = "default"
+    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True)

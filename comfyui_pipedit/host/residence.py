@@ -8,7 +8,7 @@ converts nothing again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,15 +67,23 @@ class Residence:
 
     def unload(self) -> None:
         """Tells all ranks to drop everything, and drops the buffers."""
-        for rank in {rank for rank, _ in self._loaded}:
-            keys = tuple(weights for other, weights in self._loaded if other == rank)
-            self._pool.send(rank, Unload(self._next_seq(), keys))
-        self._loaded.clear()
-        for held in self._buffers.values():
-            if held is not None:
+        self._drop({*self._buffers, *(weights for _, weights in self._loaded)})
+
+    def drop_replaced(self, weights: Weights, used: Collection[Weights]) -> None:
+        """Drops what the files of these weights were before they were replaced, unless a task still uses it."""
+        known = {*self._buffers, *(other for _, other in self._loaded)}
+        self._drop({other for other in known.difference(used) if other.stamp != weights.stamp and
+                    (other.family, other.part, other.path) == (weights.family, weights.part, weights.path)})
+
+    def _drop(self, keys: Collection[Weights]) -> None:
+        for rank in sorted({rank for rank, weights in self._loaded if weights in keys}):
+            held_there = tuple(weights for other, weights in self._loaded if other == rank and weights in keys)
+            self._pool.send(rank, Unload(self._next_seq(), held_there))
+        self._loaded = {entry: size for entry, size in self._loaded.items() if entry[1] not in keys}
+        self._filled.difference_update(keys)
+        for weights in keys:
+            if held := self._buffers.pop(weights, None):
                 os.close(held[0])
-        self._buffers.clear()
-        self._filled.clear()
 
     def summary(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and network, for the status."""

@@ -224,6 +224,8 @@ class Scheduler:
         clips = sum(1 for other in self.tasks.values() if other.kind == task.kind and other.state != "waiting")
         if task.kind == "denoise" and clips >= OPEN_CLIPS:
             return
+        used = {weights for other in self.tasks.values() for weights in other.needs}
+        self.residence.drop_replaced(task.weights, used)
         task.state, task.since = "loading", time.monotonic()
         task.ticket.report(Progress(Stage.LOADING, 0, 0, f"loading {task.weights.part} on {len(task.ranks)} ranks"))
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from .safetensors_file import Entry, mapped_tensors, read_entries, read_json, we
 from .vocabulary import text_tokens, word_list
 
 FOLDERS = {"transformer": "transformer", "vae": "vae", "text": "text_encoder"}
+TOKENIZER = "tokenizer"
+STAMPED = (".json", ".safetensors")
 CLASSES = {"transformer": "WanTransformer3DModel", "vae": "AutoencoderKLWan", "text": "UMT5EncoderModel"}
 DEFAULT_SHIFT = 8.0
 """ComfyUI's own for Wan, used where a folder names none."""
@@ -45,7 +49,7 @@ class WeightFiles:
 
 
 def inspect(folder: str | Path) -> ModelFiles:
-    """What the host knows of a pipeline folder, from its JSON files only.
+    """What the host knows of a pipeline folder, from its JSON files and the sizes and times of its weights.
 
     LoadError names the file and what is wrong with it: missing, another model, a variant that is not handled.
     """
@@ -61,19 +65,36 @@ def inspect(folder: str | Path) -> ModelFiles:
     return ModelFiles(
         name=root.name,
         geometry=_geometry(root, transformer, vae, text),
-        transformer=Weights("wan", "transformer", str(root)),
-        vae=Weights("wan", "vae", str(root)),
-        text=Weights("wan", "text", str(root)) if has_text else None,
+        transformer=_weights(root, "transformer"),
+        vae=_weights(root, "vae"),
+        text=_weights(root, "text") if has_text else None,
         shift=_shift(root),
-        vocabulary=word_list(root / "tokenizer" / "tokenizer.json") if has_text else (),
+        vocabulary=word_list(root / TOKENIZER / "tokenizer.json") if has_text else (),
     )
 
 
 def open_weights(weights: Weights) -> WeightFiles:
-    """Config and headers of one component. LoadError if a file is missing or damaged."""
+    """Config and headers of one component. LoadError if a file is missing, damaged, or not the one that is meant."""
     folder = Path(weights.path) / FOLDERS[weights.part]
     files = weight_files(folder)
-    return WeightFiles(folder, read_json(folder / "config.json"), files, read_entries(files))
+    opened = WeightFiles(folder, read_json(folder / "config.json"), files, read_entries(files))
+    if weights.stamp not in ("", stamp(Path(weights.path), weights.part)):
+        raise LoadError(f"{folder} was changed after the graph had read it; queue again to use what is there now")
+    return opened
+
+
+def stamp(root: Path, part: str) -> str:
+    """The state of one component's files, as their names, sizes and times of change make it: 16 hex digits."""
+    folders = (FOLDERS[part], TOKENIZER) if part == "text" else (FOLDERS[part],)
+    paths = [path for name in folders for path in sorted((root / name).glob("*"))]
+    stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths
+             if path.suffix in STAMPED and path.is_file()]
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _weights(root: Path, part: str) -> Weights:
+    return Weights("wan", part, str(root), stamp=stamp(root, part))
 
 
 def converted_bytes(weights: Weights, *, on_gpu: bool) -> int:
@@ -127,7 +148,7 @@ def _geometry(root: Path, transformer: dict[str, Any], vae: dict[str, Any], text
         channels=channels, spatial=2 ** (len(_need(vae, "dim_mult", vae_file)) - 1),
         temporal=2 ** sum(map(bool, _need(vae, "temperal_downsample", vae_file))),
         patch=tuple(_need(transformer, "patch_size", where)), text_width=width,
-        text_tokens=text_tokens(root / "tokenizer" / "tokenizer_config.json"),
+        text_tokens=text_tokens(root / TOKENIZER / "tokenizer_config.json"),
         num_heads=int(_need(transformer, "num_attention_heads", where)), mean=mean, std=std)
 
 

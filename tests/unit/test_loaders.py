@@ -17,6 +17,7 @@ import torch
 
 from comfyui_pipedit import loaders
 from comfyui_pipedit.errors import InvalidJob, LoadError
+from comfyui_pipedit.job import ModelFiles, Weights
 from comfyui_pipedit.loaders.precision import Slot, converted_layout, layout_bytes, target_dtype
 from comfyui_pipedit.loaders.safetensors_file import Entry
 
@@ -58,6 +59,32 @@ def test_inspect_imports_no_model_code(whole: Path) -> None:
             "print(sorted({'diffusers', 'transformers', 'torch.distributed.fsdp', 'tokenizers'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "parts"), [
+    ("transformer/*-00001-of-*.safetensors", ["transformer"]), ("transformer/config.json", ["transformer"]),
+    ("vae/diffusion_pytorch_model.safetensors", ["vae"]), ("text_encoder/model.safetensors", ["text"]),
+    ("tokenizer/tokenizer.json", ["text"]), ("model_index.json", [])])
+def test_a_replaced_file_is_another_network(name: str, parts: list[str], folder: Path) -> None:
+    before, path = loaders.inspect(folder), next(folder.glob(name))
+    assert loaders.inspect(folder) == before
+    newer = path.with_name("newer")
+    shutil.copyfile(path, newer)  # of the same size
+    newer.replace(path)
+    after = loaders.inspect(folder)
+    changed = [old.part for old, new in zip(networks(before), networks(after), strict=True) if old != new]
+    assert changed == parts
+    assert all(loaders.open_weights(weights).entries for weights in networks(after))
+    for weights in networks(before):
+        if weights.part in changed:
+            with pytest.raises(LoadError, match="was changed after the graph had read it; queue again"):
+                loaders.open_weights(weights)
+            assert loaders.open_weights(replace(weights, stamp="")).entries
+
+
+def networks(files: ModelFiles) -> list[Weights]:
+    assert files.vae is not None and files.text is not None
+    return [files.transformer, files.vae, files.text]
 
 
 def test_a_folder_without_a_text_encoder(folder: Path) -> None:
