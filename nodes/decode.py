@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from .sampler import UNLINKED
 
 NAME = "Decoupled VAE Decode"
 MODES = ("auto", "off", "on")
+
+log = logging.getLogger("pipedit")
 
 
 def refuse_later(tiling: str | None, plan: Any) -> None:
@@ -138,9 +141,10 @@ class PipeDiTVAEDecode(io.ComfyNode):
             with keeping(latent):
                 try:
                     tickets = await decoded(vae, latent, convert.tiling(tiling, *sizes))
-                except OutOfMemory:
+                except OutOfMemory as error:
                     if tiling != "auto":
                         raise
+                    log.warning("%s: %s; decoding again, in tiles", NAME, error)
                     tickets = await decoded(vae, latent, convert.tiling("on", *sizes))
         return io.NodeOutput(convert.image_output([ticket.result() for ticket in tickets]))
 
