@@ -6,6 +6,7 @@ the worker normalises them for the model (models/geometry.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -49,6 +50,23 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraUse:
+    """A LoRA file at some strength. path: absolute."""
+
+    path: str
+    strength: float
+    stamp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """A transformer as some steps use it: resident weights, and the LoRAs that are their state then, in order."""
+
+    weights: Weights
+    loras: tuple[LoraUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """How a family's latents relate to frames: channels, spatial and temporal factors, patch (t, h, w), text width and
     length.
@@ -79,7 +97,11 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as a person picked it: files, and what is known from their headers without loading weights."""
+    """A model as a person picked it: files, and what is known from their headers without loading weights.
+
+    transformer_low: Wan 2.2 A14B's expert for low noise; it takes over at the first step whose sigma is below
+    `boundary`. loras, loras_low: what the two are used with.
+    """
 
     name: str
     geometry: Geometry
@@ -88,6 +110,16 @@ class ModelFiles:
     text: Weights | None = None
     shift: float = 1.0
     vocabulary: tuple[str, ...] = field(default=(), repr=False)
+    transformer_low: Weights | None = None
+    boundary: float = 0.875
+    loras: tuple[LoraUse, ...] = ()
+    loras_low: tuple[LoraUse, ...] = ()
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """The one transformer, or the one for high noise and the one for low."""
+        high = Expert(self.transformer, self.loras)
+        return (high,) if self.transformer_low is None else (high, Expert(self.transformer_low, self.loras_low))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,23 +161,39 @@ class EncodeRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """What the model is told in one guidance branch.
+
+    text: embedding float32 [1, L, D]. extras: further tensors by the family's names (models/FAMILY.py lists them), as
+    the graph gives them: latents in VAE space.
+    """
+
+    text: Tensor
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One clip to denoise.
 
-    positive, negative: text embeddings float32 [1, L, D] (negative None = one guidance branch).
+    negative None = one guidance branch.
     latent, noise: float32 [1, C, T, h, w]; latent in VAE space, noise unit normal. noises: further draws of the solver.
+    mask: float32 [1, 1, T, h, w], 1 where the latent is to be made and 0 where it is to be kept; None = all of it.
+    switch_step: first step of the second expert; None = by the model's boundary.
     decode: when set, the pool decodes right after the last step, into the same ticket's frames.
     """
 
     files: ModelFiles
-    positive: Tensor
-    negative: Tensor | None
+    positive: Branch
+    negative: Branch | None
     latent: Tensor
     noise: Tensor
     table: SolverTable
     cfg: float
     seed: int
     noises: tuple[Tensor, ...] = ()
+    mask: Tensor | None = None
+    switch_step: int | None = None
     decode: Weights | None = None
     tiling: Tiling | None = None
     plan: Plan | None = None
@@ -158,8 +206,11 @@ class Job:
         if self.latent.shape[1] != geometry.channels:
             raise InvalidJob(f"the latent has {self.latent.shape[1]} channels and {self.files.name} needs "
                              f"{geometry.channels}; use the empty-latent node of this model's family")
-        for name, text in (("positive", self.positive), ("negative", self.negative)):
-            if text is not None and (text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != geometry.text_width):
+        for name, branch in (("positive", self.positive), ("negative", self.negative)):
+            if branch is None:
+                continue
+            text = branch.text
+            if text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != geometry.text_width:
                 raise InvalidJob(f"{name} must be a text embedding [1, L, {geometry.text_width}] of "
                                  f"{self.files.name}'s own text encoder, not {list(text.shape)}")
 
@@ -167,6 +218,17 @@ class Job:
     def branches(self) -> int:
         """Evaluations of one model call: 2 with guidance, 1 at cfg 1 (the negative is skipped, as core does)."""
         return 1 if self.negative is None or self.cfg == 1.0 else 2
+
+    @property
+    def switch(self) -> int:
+        """First step of the second expert; the number of steps where there is none."""
+        steps = self.table.num_steps
+        if self.files.transformer_low is None:
+            return steps
+        if self.switch_step is not None:
+            return min(self.switch_step, steps)
+        sigmas = [rows[0].sigma for rows in self.table.steps]
+        return next((step for step, sigma in enumerate(sigmas) if sigma < self.files.boundary), steps)
 
 
 @dataclass(frozen=True, slots=True)

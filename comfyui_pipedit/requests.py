@@ -12,7 +12,7 @@ from . import sampling
 from .config import PACKAGE_ROOT
 from .errors import InvalidJob
 from .host.engine import Engine
-from .job import Job, ModelFiles, TextRequest
+from .job import Branch, Job, ModelFiles, TextRequest
 from .loaders import inspect
 from .plan import Plan
 
@@ -79,7 +79,8 @@ def make_job(files: ModelFiles, texts: list[Tensor], shape: tuple[int, ...], set
                              sampler=settings.sampler)
     table = sampling.solver_table(settings.sampler, levels)
     return Job(
-        files=files, positive=texts[0], negative=texts[1] if len(texts) > 1 else None, latent=torch.zeros(shape),
+        files=files, positive=Branch(texts[0]), negative=Branch(texts[1]) if len(texts) > 1 else None,
+        latent=torch.zeros(shape),
         noise=sampling.draw_noise(settings.seed, shape),
         noises=tuple(sampling.draw_noises(settings.seed, shape, table.num_noises)),
         table=table, cfg=settings.cfg, seed=settings.seed, decode=files.vae if decode else None, plan=plan, label=label)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comfyui_pipedit import sampling
 from comfyui_pipedit.errors import InvalidJob
-from comfyui_pipedit.job import DecodeRequest, EncodeRequest, Geometry, Job, ModelFiles, Tiling, Weights
+from comfyui_pipedit.job import Branch, DecodeRequest, EncodeRequest, Geometry, Job, ModelFiles, Tiling, Weights
 
 Latent = Mapping[str, Any]
 Conditioning = Sequence[Sequence[Any]]
@@ -113,9 +113,9 @@ def embedding(conditioning: Conditioning, name: str, files: ModelFiles) -> Tenso
     return text.to("cpu", torch.float32)
 
 
-def item(texts: Tensor | None, index: int) -> Tensor | None:
-    """The embedding of one clip of a batch, [1, L, D]: repeated over the batch as ComfyUI does."""
-    return None if texts is None else texts[index % texts.shape[0]].unsqueeze(0)
+def item(texts: Tensor, index: int) -> Branch:
+    """The branch of one clip of a batch, text [1, L, D]: repeated over the batch as ComfyUI does."""
+    return Branch(texts[index % texts.shape[0]].unsqueeze(0))
 
 
 def batch_noise(seed: int, samples: Tensor, batch_index: Sequence[int] | None) -> Tensor:
@@ -166,12 +166,10 @@ def jobs(
 
     def job(index: int) -> Job:
         clip = slice(index, index + 1)
-        text = item(texts, index)
-        assert text is not None
         return Job(
             files=files,
-            positive=text,
-            negative=item(others, index),
+            positive=item(texts, index),
+            negative=None if others is None else item(others, index),
             latent=samples[clip],
             noise=noise[clip],
             noises=tuple(whole[clip] for whole in noises),

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from ..job import Job
+from ..job import Branch, Job
 
 
 def job_key(job: Job) -> str:
     """SHA-256 over all that decides a clip's numbers: weights, texts, latents, noise, solver table and guidance."""
     digest = hashlib.sha256()
-    facts = {"weights": asdict(job.files.transformer), "cfg": job.cfg, "table": asdict(job.table),
-             "branches": job.branches}
+    facts = {"experts": [asdict(expert) for expert in job.files.experts], "switch": job.switch, "cfg": job.cfg,
+             "table": asdict(job.table), "branches": job.branches}
     digest.update(json.dumps(facts, sort_keys=True).encode())
-    for tensor in (job.positive, job.negative, job.latent, job.noise, *job.noises):
-        digest.update(b"none" if tensor is None else _bytes(tensor))
+    for name, tensor in _tensors(job):
+        digest.update(name.encode() + (b"none" if tensor is None else _bytes(tensor)))
     return digest.hexdigest()
+
+
+def _tensors(job: Job) -> Iterator[tuple[str, Tensor | None]]:
+    for name, branch in (("positive", job.positive), ("negative", job.negative)):
+        yield from _branch(name, branch)
+    yield from (("latent", job.latent), ("noise", job.noise), ("mask", job.mask))
+    yield from (("noises", noise) for noise in job.noises)
+
+
+def _branch(name: str, branch: Branch | None) -> Iterator[tuple[str, Tensor | None]]:
+    if branch is None:
+        yield name, None
+    else:
+        yield name, branch.text
+        yield from sorted(branch.extras.items())
 
 
 def _bytes(tensor: Tensor) -> bytes:

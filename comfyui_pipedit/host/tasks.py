@@ -17,11 +17,22 @@ import torch
 from torch import Tensor
 
 from ..errors import LoadError
-from ..job import DecodeRequest, EncodeRequest, Job, Progress, Stage, TextRequest, Weights
+from ..job import Branch, DecodeRequest, EncodeRequest, Job, Progress, Stage, TextRequest, Weights
 from ..plan import Plan
 from ..wire import buffer
 from ..wire.buffer import KeptLatent
-from ..wire.messages import DecodeOpen, Encode, Encoded, Lease, LeaseDone, Message, Open, TensorRef, VaeEncode
+from ..wire.messages import (
+    BranchRef,
+    DecodeOpen,
+    Encode,
+    Encoded,
+    Lease,
+    LeaseDone,
+    Message,
+    Open,
+    TensorRef,
+    VaeEncode,
+)
 from .ticket import Ticket
 
 EVALUATIONS_OUT = 4
@@ -54,6 +65,11 @@ class Fds:
             place.copy_(tensor)
         size = whole[0].nbytes
         return tuple(replace(ref, shape=tuple(whole.shape[1:]), offset=i * size) for i in range(len(tensors)))
+
+    def share_branch(self, branch: Branch, name: str) -> BranchRef:
+        """Copies of a branch's tensors in new buffers."""
+        extras = tuple(self.share(tensor, key) for key, tensor in branch.extras.items())
+        return BranchRef(self.share(branch.text, name), tuple(branch.extras), extras)
 
     def close(self) -> None:
         while self.numbers:
@@ -173,11 +189,12 @@ class ClipTask(Task):
     def _share(self, seq: int) -> Open:
         job, fds = self.job, self.fds
         return Open(
-            seq=seq, job=self.id, weights=job.files.transformer, geometry=job.files.geometry, plan=self.plan,
-            table=job.table, cfg=job.cfg, positive=fds.share(job.positive, "positive"),
-            negative=fds.share(job.negative, "negative") if job.branches == 2 and job.negative is not None else None,
+            seq=seq, job=self.id, experts=job.files.experts, switch_step=job.switch, geometry=job.files.geometry,
+            plan=self.plan, table=job.table, cfg=job.cfg, positive=fds.share_branch(job.positive, "positive"),
+            negative=fds.share_branch(job.negative, "negative") if job.branches == 2 and job.negative else None,
             latent=fds.share(job.latent, "latent"), noise=fds.share(job.noise, "noise"),
             noises=fds.share_all(job.noises, "noises"),
+            mask=None if job.mask is None else fds.share(job.mask, "mask"),
             kept=fds.add(os.dup(self.kept_latent.fd), self.kept_latent.ref), first_step=self.first)
 
     def max_units(self) -> int:

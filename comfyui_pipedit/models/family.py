@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ..job import Geometry, Tiling
+    from ..job import Branch, Geometry, Tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,24 @@ class Family(Protocol):
 
     def load_text(self, source: WeightSource) -> TextEncoder: ...
 
-    def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+    def prepare(self, model: nn.Module, branch: Branch, shape: tuple[int, ...], mask: Tensor | None,
+                geometry: Geometry) -> Branch:
+        """A branch as `velocity` takes it, made once a clip: extras in the form the network sees them, on the device.
+
+        shape: of the clip's latent. mask: float32 [1, 1, T, h, w], see job.Job. InvalidJob for extras that this network
+        does not take or that do not fit the clip.
+        """
+        ...
+
+    def velocity(self, model: nn.Module, x: Tensor, sigma: float, branch: Branch) -> Tensor:
         """One evaluation at `sigma` in 0..1 of a latent in model space -> its velocity, float32, same shape.
 
-        text: [1, L, D]. Sizes that the patch does not divide are padded as ComfyUI pads them, and cropped.
+        branch: what `prepare` made. Sizes that the patch does not divide are padded as ComfyUI pads them, and cropped.
         """
+        ...
+
+    def kept_part(self, model: nn.Module, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
+        """What the network sees at `sigma` where a mask keeps the start latent. latent in model space."""
         ...
 
     def num_pieces(self, shape: tuple[int, ...], tiling: Tiling | None, geometry: Geometry) -> int:

@@ -8,7 +8,8 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
 
-from ..job import Geometry, Tiling
+from ..errors import InvalidJob
+from ..job import Branch, Geometry, Tiling
 from . import umt5, wan_vae
 from .family import Gather, SequencePlan, Split, WeightSource
 from .skeleton import assign, on_meta
@@ -40,14 +41,25 @@ class Wan:
         assign(model, source.tensors(), f"{source.root.name}'s transformer")
         return model.to(source.device).eval()
 
-    def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+    def prepare(self, model: nn.Module, branch: Branch, shape: tuple[int, ...], mask: Tensor | None,
+                geometry: Geometry) -> Branch:
+        """Text in the weights' dtype; a text-to-video network takes no extras."""
+        if branch.extras:
+            raise InvalidJob(f"{', '.join(branch.extras)}: this text-to-video model does not take it")
+        return Branch(branch.text.to(model.patch_embedding.weight))
+
+    def kept_part(self, model: nn.Module, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
+        """The latent with the noise of `sigma`."""
+        return sigma * noise + (1.0 - sigma) * latent
+
+    def velocity(self, model: nn.Module, x: Tensor, sigma: float, branch: Branch) -> Tensor:
         """One evaluation -> float32 velocity of x's shape; sizes are padded circularly to the patch and cropped, as in
         ComfyUI."""
         length, height, width = x.shape[-3:]
         weight = model.patch_embedding.weight
         timestep = torch.tensor([sigma], dtype=torch.float32, device=weight.device) * TIMESTEPS
         padded = pad_to_patch(x, model.config.patch_size).to(weight)
-        result = model(padded, timestep, text.to(weight), return_dict=False)[0]
+        result = model(padded, timestep, branch.text, return_dict=False)[0]
         return result[:, :, :length, :height, :width].float()
 
     def load_vae(self, source: WeightSource) -> AutoencoderKLWan:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import OutOfStep
-from ..job import Geometry, Span, Tiling, Weights
+from ..job import Expert, Geometry, LoraUse, Span, Tiling, Weights
 from ..plan import Group, Plan
 from ..sampling import Row, SolverTable
 
@@ -28,6 +28,15 @@ class TensorRef:
     shape: tuple[int, ...]
     dtype: str
     offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRef:
+    """A job.Branch whose tensors lie in mapped buffers; `names` and `extras` belong together."""
+
+    text: TensorRef
+    names: tuple[str, ...]
+    extras: tuple[TensorRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +131,22 @@ class Encoded:
 @dataclass(frozen=True, slots=True)
 class Open:
     """Prepare a clip on the denoise ranks: allocate, map inputs. `kept` is the kept latent (wire.buffer.KeptLatent);
-    `first_step` > 0 resumes from what it holds. Answered by Opened."""
+    `first_step` > 0 resumes from what it holds. The last expert takes over at `switch_step`. Answered by Opened."""
 
     seq: int
     job: str
-    weights: Weights
+    experts: tuple[Expert, ...]
+    switch_step: int
     geometry: Geometry
     plan: Plan
     table: SolverTable
     cfg: float
-    positive: TensorRef
-    negative: TensorRef | None
+    positive: BranchRef
+    negative: BranchRef | None
     latent: TensorRef
     noise: TensorRef
     noises: tuple[TensorRef, ...]
+    mask: TensorRef | None
     kept: TensorRef
     first_step: int
 
@@ -242,7 +253,8 @@ Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | 
            | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
-NOUNS: tuple[type, ...] = (TensorRef, Weights, Geometry, Plan, Group, SolverTable, Row, Tiling, Span)
+NOUNS: tuple[type, ...] = (TensorRef, BranchRef, Weights, LoraUse, Expert, Geometry, Plan, Group, SolverTable, Row,
+                           Tiling, Span)
 
 
 def encode(message: Message) -> bytes:

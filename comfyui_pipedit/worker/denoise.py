@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .. import models
 from ..errors import OutOfStep
+from ..job import Branch, Expert
 from ..models.geometry import to_model, to_vae
 from ..parallel.layout import Layout
 from ..parallel.sequence import Context
 from ..sampling import Row, State, advance, finish, start
 from ..wire import buffer
 from ..wire.buffer import KeptLatent
-from ..wire.messages import Open, TensorRef
+from ..wire.messages import BranchRef, Open, TensorRef
 from .device import Device
 
 
@@ -29,20 +30,27 @@ class Denoise:
 
     name = "denoise"
 
-    def __init__(self, message: Open, fds: Sequence[int], model: Any, context: Context, device: Device,
-                 on_phase: Callable[[str], None]) -> None:
+    def __init__(self, message: Open, fds: Sequence[int], network: Callable[[Expert], Any], context: Context,
+                 device: Device, on_phase: Callable[[str], None]) -> None:
+        """network: the resident transformer of an expert, with its LoRAs."""
         def place(ref: TensorRef) -> Tensor:
             return buffer.attach(fds[ref.fd], ref).to(device.torch, torch.float32)
 
-        self._message, self._model, self._context, self._on_phase = message, model, context, on_phase
-        self._family = models.family(message.weights.family)
-        self._texts = [place(ref) for ref in (message.positive, message.negative) if ref is not None]
+        def branch(ref: BranchRef) -> Branch:
+            extras = zip(ref.names, map(place, ref.extras), strict=True)
+            return Branch(place(ref.text), dict(extras))
+
+        self._message, self._network, self._context, self._on_phase = message, network, context, on_phase
+        self._family = models.family(message.experts[0].weights.family)
+        self._given = [branch(ref) for ref in (message.positive, message.negative) if ref is not None]
         self._noises = [place(ref) for ref in message.noises]
+        self._noise, self._latent = place(message.noise), to_model(place(message.latent), message.geometry)
+        self._mask = None if message.mask is None else place(message.mask)
         self._kept = KeptLatent.attach(fds[message.kept.fd], message.kept)
-        self._state = self._resumed(device) if message.first_step else start(
-            message.table, place(message.noise), to_model(place(message.latent), message.geometry))
+        self._state = self._resumed(device) if message.first_step else start(message.table, self._noise, self._latent)
         self._layout = self._make_layout()
         self._next = message.first_step
+        self._expert: Expert | None = None
 
     @property
     def units(self) -> int:
@@ -54,6 +62,7 @@ class Denoise:
         if first != self._next:
             raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
         for step in range(first, last):
+            self._take_expert(step)
             self._on_phase(f"step {step + 1} of {self.units}")
             for row in self._message.table.steps[step]:
                 self._state = advance(row, self._state, self._denoised(row), self._noises)
@@ -61,12 +70,28 @@ class Denoise:
             self._keep()
         return 0
 
+    def _take_expert(self, step: int) -> None:
+        """Makes the network of a step the one in use; what it is told is prepared for it anew."""
+        message = self._message
+        expert = message.experts[-1 if step >= message.switch_step else 0]
+        if expert == self._expert:
+            return
+        self._model, self._expert = self._network(expert), expert
+        self._branches = [self._family.prepare(self._model, branch, message.latent.shape, self._mask, message.geometry)
+                          for branch in self._given]
+
     def _denoised(self, row: Row) -> Tensor:
-        """The guided estimate of the clean latent, as ComfyUI makes it: x - sigma * v for each text, then
-        uncond + (cond - uncond) * cfg."""
+        """The guided estimate of the clean latent; where a mask keeps the start latent, that. As ComfyUI does."""
+        if self._mask is None:
+            return self._guided(self._state.x, row.sigma)
+        kept = self._family.kept_part(self._model, self._latent, self._noise, row.sigma)
+        seen = self._state.x * self._mask + kept * (1.0 - self._mask)
+        return self._guided(seen, row.sigma) * self._mask + self._latent * (1.0 - self._mask)
+
+    def _guided(self, x: Tensor, sigma: float) -> Tensor:
+        """x - sigma * v for each branch, then uncond + (cond - uncond) * cfg, in ComfyUI's order."""
         with self._context.using(self._layout):
-            estimates = [self._state.x - self._family.velocity(self._model, self._state.x, row.sigma, text) * row.sigma
-                         for text in self._texts]
+            estimates = [x - self._family.velocity(self._model, x, sigma, branch) * sigma for branch in self._branches]
         if len(estimates) == 1:
             return estimates[0]
         positive, negative = estimates

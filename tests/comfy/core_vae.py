@@ -86,7 +86,7 @@ def by_us(models: Path, given: dict[str, Any], worker_site: Path) -> dict[str, T
     load("comfyui_pipedit", ROOT / "comfyui_pipedit" / "__init__.py")
     from comfyui_pipedit import loaders
     from comfyui_pipedit import models as families
-    from comfyui_pipedit.job import Tiling
+    from comfyui_pipedit.job import Branch, Tiling
     from comfyui_pipedit.parallel.sequence import Context
     from comfyui_pipedit.worker.device import Device
     from comfyui_pipedit.worker.residency import Residency
@@ -103,7 +103,7 @@ def by_us(models: Path, given: dict[str, Any], worker_site: Path) -> dict[str, T
     for name, image in given["images"].items():
         results[f"encode-{name}"] = wan.vae_encode(vae, image)
     for name, (x, text) in given["evaluations"].items():
-        results[f"velocity-{name}"] = wan.velocity(residency.get(files.transformer), x, 0.7, text)
+        results[f"velocity-{name}"] = wan.velocity(residency.get(files.transformer), x, 0.7, Branch(text))
     return results
 
 

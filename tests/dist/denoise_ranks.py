@@ -93,15 +93,18 @@ class Bench:
 
         from comfyui_pipedit.plan import Group, Plan
         from comfyui_pipedit.wire.buffer import KeptLatent
-        from comfyui_pipedit.wire.messages import Open
+        from comfyui_pipedit.wire.messages import BranchRef, Open
+
+        def branch(text):
+            return None if text is None else BranchRef(self.share(text), (), ())
 
         inputs = clip_inputs(case.settings)
         kept = KeptLatent.create(inputs.noise.shape, inputs.table.num_state_tensors)
         plan = Plan(Group((0,)), Group((0,)))
         message = Open(
-            seq=1, job=case.name, weights=self.files.transformer, geometry=self.files.geometry, plan=plan,
-            table=inputs.table, cfg=case.settings.cfg, positive=self.share(inputs.positive),
-            negative=None if inputs.negative is None else self.share(inputs.negative), latent=self.share(inputs.latent),
+            seq=1, job=case.name, experts=self.files.experts, switch_step=inputs.table.num_steps, geometry=self.files.geometry,
+            plan=plan, table=inputs.table, cfg=case.settings.cfg, positive=branch(inputs.positive),
+            negative=branch(inputs.negative), latent=self.share(inputs.latent), mask=None,
             noise=self.share(inputs.noise), noises=tuple(self.share(noise) for noise in inputs.noises),
             kept=replace(kept.ref, fd=self.add(kept.fd)), first_step=0)
         return message, kept
@@ -173,7 +176,8 @@ def run_case(rank: int, case: Case, message, bench: Bench, residency, context, d
         if rank in members:
             plan = Plan(Group(members), Group((members[0],)), chunks)
             opened = replace(message, plan=plan, first_step=first)
-            clip = Denoise(opened, bench.fds, residency.get(message.weights), context, device, context.exchange.on_phase)
+            clip = Denoise(opened, bench.fds, lambda expert: residency.get(expert.weights), context, device,
+                           context.exchange.on_phase)
             assert clip.units == message.table.num_steps
             for step in range(first, last):
                 clip.run(step, step + 1)

@@ -34,14 +34,19 @@ def pool(gate_folder: Path) -> Iterator[Pool]:
     made.close()
 
 
+def next_events(pool: Pool, kind: type[PoolEvent], count: int, seconds: float = DEADLINE) -> list[PoolEvent]:
+    """The next events of a kind, one poll may bring several; others are passed over."""
+    end, found = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        found += [event for event in pool.poll(1.0) if isinstance(event, kind)]
+        if len(found) >= count:
+            return found
+    raise TimeoutError(f"{len(found)} of {count} {kind.__name__} within {seconds} s")
+
+
 def next_event(pool: Pool, kind: type[PoolEvent], seconds: float = DEADLINE) -> PoolEvent:
     """The next event of a kind; others are passed over."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for event in pool.poll(1.0):
-            if isinstance(event, kind):
-                return event
-    raise TimeoutError(f"no {kind.__name__} within {seconds} s")
+    return next_events(pool, kind, 1, seconds)[0]
 
 
 def restart(pool: Pool, lost: RankLost) -> None:
@@ -67,8 +72,7 @@ def test_messages_reach_a_rank_and_come_back(pool: Pool) -> None:
     seq = 1000 * (pool.generation + 1)
     pool.send(1, Load(seq, toy.weights("text"), None, False))
     pool.send(1, Encode(seq + 1, "texts", toy.weights("text"), ("ab", "cd")))
-    loaded = next_event(pool, FromRank)
-    answer = next_event(pool, FromRank)
+    loaded, answer = next_events(pool, FromRank, 2)
     assert isinstance(loaded, FromRank) and isinstance(loaded.message, Loaded)
     assert isinstance(answer, FromRank) and isinstance(answer.message, Encoded)
     assert (answer.rank, answer.message.job, len(answer.fds)) == (1, "texts", 2)

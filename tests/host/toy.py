@@ -8,7 +8,7 @@ import torch
 
 from comfyui_pipedit import sampling
 from comfyui_pipedit.config import EngineConfig
-from comfyui_pipedit.job import DecodeRequest, Geometry, Job, ModelFiles, TextRequest, Weights
+from comfyui_pipedit.job import Branch, DecodeRequest, Geometry, Job, ModelFiles, TextRequest, Weights
 
 HERE = Path(__file__).parent
 TOY, GATES = str(HERE / "toy_family.py"), str(HERE / "gate_hook.py")
@@ -35,7 +35,7 @@ def job(seed: int = 7, decode: bool = True, steps: int = STEPS) -> Job:
     """A clip of 4 latent frames, guided, 4 steps of a solver with history."""
     levels = sampling.sigmas("simple", steps, shift=3.0, sampler="uni_pc")
     text = torch.linspace(-1, 1, 8).view(1, 1, 8)
-    return Job(files=FILES, positive=text, negative=text * 0.5, latent=torch.zeros(SHAPE),
+    return Job(files=FILES, positive=Branch(text), negative=Branch(text * 0.5), latent=torch.zeros(SHAPE),
                noise=sampling.draw_noise(seed, SHAPE), table=sampling.solver_table("uni_pc", levels), cfg=3.0,
                seed=seed, decode=FILES.vae if decode else None)
 

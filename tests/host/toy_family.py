@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from comfyui_pipedit import models
 from comfyui_pipedit.errors import InvalidJob
-from comfyui_pipedit.job import Geometry, Tiling
+from comfyui_pipedit.job import Branch, Geometry, Tiling
 from comfyui_pipedit.models.family import Gather, SequencePlan, Split
 
 models.BUILT_IN.clear()  # nothing heavy for the launcher to import
@@ -66,9 +66,16 @@ class ToyFamily:
     def load_text(self, source: Any) -> Encoder:
         return Encoder()
 
-    def velocity(self, model: nn.Module, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+    def prepare(self, model: nn.Module, branch: Branch, shape: tuple[int, ...], mask: Tensor | None,
+                geometry: Geometry) -> Branch:
+        return branch
+
+    def kept_part(self, model: nn.Module, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
+        return sigma * noise + (1.0 - sigma) * latent
+
+    def velocity(self, model: nn.Module, x: Tensor, sigma: float, branch: Branch) -> Tensor:
         mixed = model(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        return mixed + text.mean() * sigma + mixed.mean() * 0.1
+        return mixed + branch.text.mean() * sigma + mixed.mean() * 0.1
 
     def num_pieces(self, shape: tuple[int, ...], tiling: Tiling | None, geometry: Geometry) -> int:
         return shape[2]

@@ -42,7 +42,7 @@ def test_batch_index_repeats_and_skips_as_core_does() -> None:
 def test_texts_are_repeated_over_the_batch() -> None:
     texts = torch.arange(2.0).view(2, 1, 1).expand(2, 16, 64)
     found = [
-        job.positive[0, 0, 0].item()
+        job.positive.text[0, 0, 0].item()
         for job in convert.jobs(FILES, [[texts, {}]], TEXT, latent(3, 16, 2, 4, 4), settings())
     ]
     assert found == [0.0, 1.0, 0.0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comfyui_pipedit import loaders, models
 from comfyui_pipedit.errors import InvalidJob, LoadError, OutOfStep
-from comfyui_pipedit.job import ModelFiles, Tiling, Weights
+from comfyui_pipedit.job import Branch, ModelFiles, Tiling, Weights
 from comfyui_pipedit.models.geometry import to_model, to_vae
 from comfyui_pipedit.models.tiling import Axis, axes, decode_tiles, num_tiles
 from comfyui_pipedit.parallel.sequence import Context
@@ -152,7 +152,7 @@ def test_velocity_is_the_networks_own_on_the_padded_latent(files: ModelFiles, re
     rows, columns = (torch.arange(extent + extent % 2) % extent for extent in size[1:])
     padded = x[:, :, :, rows][..., columns]
     expected = tiny_wan.transformer()(padded, torch.tensor([700.0]), text).sample[..., : size[1], : size[2]]
-    found = models.family("wan").velocity(residency.get(files.transformer), x, 0.7, text)
+    found = models.family("wan").velocity(residency.get(files.transformer), x, 0.7, Branch(text))
     assert found.shape == x.shape and found.dtype == torch.float32
     assert torch.equal(found, expected)
     assert 0.3 < found.std() < 5.0
@@ -161,9 +161,9 @@ def test_velocity_is_the_networks_own_on_the_padded_latent(files: ModelFiles, re
 def test_velocity_sees_latent_sigma_and_text(files: ModelFiles, residency: Residency) -> None:
     wan, model = models.family("wan"), residency.get(files.transformer)
     x, text = draw(1, 16, 2, 4, 4), draw(1, 16, 32, seed=1)
-    first = wan.velocity(model, x, 0.7, text)
+    first = wan.velocity(model, x, 0.7, Branch(text))
     for changed in ((x + 0.1, 0.7, text), (x, 0.5, text), (x, 0.7, -text)):
-        other = wan.velocity(model, *changed)
+        other = wan.velocity(model, *changed[:2], Branch(changed[2]))
         assert (first - other).abs().max() > 0.05
 
 

@@ -128,7 +128,7 @@ def describe(name: str, kind: str, request: Any) -> dict[str, Any]:
             "sampler": request.table.sampler,
             "sigma": request.table.sigmas[1],
             "dtype": request.files.transformer.dtype,
-            "text": float(request.positive.mean()),
+            "text": float(request.positive.text.mean()),
         }
     tiling = getattr(request, "tiling", None)
     return found | {
