@@ -21,6 +21,17 @@ def test_bit_equal_to_one_rank(world: Ranks, ranks: int):
     assert [(rank, plan, worst) for rank, each in enumerate(found) for plan, worst in each.items() if worst] == []
 
 
+@pytest.mark.parametrize("ranks", [5, 6, 8])
+def test_degrees_that_are_offered_beyond_four(world: Ranks, ranks: int):
+    """B21: a degree that is offered is verified; 8 heads on 5, 6 and 8 ranks, 45 and 65 tokens."""
+    sizes, chunks = [(3, 6, 10), (1, 10, 26)], [1, 2]
+    for size in sizes:
+        Plan(Group(tuple(range(ranks))), Group((0,))).check(cases.num_tokens(size), cases.HEADS)
+    found = world.run(ranks, cases.differences, sizes=sizes, groups=[tuple(range(ranks))], chunks=chunks)
+    assert [len(each) for each in found] == [len(chunks) * len(sizes)] * ranks
+    assert {worst for each in found for worst in each.values()} == {0.0}
+
+
 def test_a_timestep_for_each_token_is_cut_too(world: Ranks):
     found = world.run(3, cases.differences, sizes=[(3, 6, 10)], groups=[(0, 1, 2)], chunks=[1, 3], per_token=True)
     assert found == [{f"45 tokens on (0, 1, 2) in {chunks}": 0.0 for chunks in (1, 3)}] * 3
