@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -173,12 +174,16 @@ def test_close_leaves_nothing_and_may_be_repeated(pool: Pool) -> None:
         made.start()
 
 
-def test_two_pools_at_once_and_a_taken_port() -> None:
-    """B35: nothing of a pool depends on torch.distributed's default port, or on being the only one."""
+def test_two_pools_at_once_and_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B35: nothing of a pool depends on torch.distributed's default port, on what the host's environment says of
+    another world, or on being the only one."""
+    for name, value in {"MASTER_ADDR": "0.0.0.0", "MASTER_PORT": "29500", "RANK": "5", "WORLD_SIZE": "9"}.items():
+        monkeypatch.setenv(name, value)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("0.0.0.0", 29500))
-        taken.listen()
+        with contextlib.suppress(OSError):  # somebody has it already, which is as good
+            taken.bind(("0.0.0.0", 29500))
+            taken.listen()
         engines = [Engine(toy.config()), Engine(toy.config("cpu:2", "1+1"))]
         try:
             tickets = [engine.submit(toy.job()) for engine in engines]
@@ -208,6 +213,31 @@ def listening(pids: list[int]) -> set[str]:
                 address = b"".join(words[i:i + 4][::-1] for i in range(0, len(words), 4))
                 found.add(socket.inet_ntop(family, address))
     return found
+
+
+def test_a_rank_binds_its_own_device_before_it_joins_the_world() -> None:
+    """B44: what comes first is the device, so that no rank makes a context on the first one."""
+    made = Pool(toy.config(preload=(toy.TOY, str(Path(toy.HERE, "bind_hook.py")))), DEVICES)
+    try:
+        made.start()
+        next_event(made, PoolReady)
+        assert [made.log_tail(rank)[0] for rank in range(3)] == [
+            f"bound CPU rank {rank}, in a world: False" for rank in range(3)]
+    finally:
+        made.close()
+
+
+def test_a_preload_file_that_touches_the_gpu_before_the_fork_is_refused(tmp_path: Path) -> None:
+    touching = tmp_path / "touching.py"
+    touching.write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    made = Pool(toy.config(preload=(toy.TOY, str(touching))), DEVICES[:1])
+    try:
+        made.start()
+        lost = next_event(made, RankLost)
+        assert isinstance(lost, RankLost) and isinstance(lost.error, SetupError)
+        assert "CUDA was initialised before the ranks were forked" in str(lost.error)
+    finally:
+        made.close()
 
 
 def test_a_rank_that_fails_in_start_tears_all_down(monkeypatch: pytest.MonkeyPatch) -> None:
