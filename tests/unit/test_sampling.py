@@ -297,6 +297,8 @@ def test_uni_pc_refuses_levels_below_the_one_it_ends_at() -> None:
         sampling.solver_table("uni_pc", [1.0, 0.0])
 
 
-def test_seed_out_of_range_is_refused() -> None:
-    with pytest.raises(InvalidJob, match=str(2**64)):
-        sampling.draw_noise(2**64, SHAPE)
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seed_out_of_range_is_refused(seed: int) -> None:
+    """B16: -1 is no order to draw one at random, which ranks would draw differently."""
+    with pytest.raises(InvalidJob, match=rf"seed {seed} is not available here; allowed: 0 to {2**64 - 1}"):
+        sampling.draw_noise(seed, SHAPE)
