@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -17,7 +18,8 @@ SECONDS = 30.0
 
 
 def buffers() -> list[str]:
-    """The mapped buffers that this process holds open."""
+    """The mapped buffers that this process holds open, but for garbage of the tests before."""
+    gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
