@@ -169,7 +169,8 @@ class ClipTask(Task):
 
     @property
     def needs(self) -> tuple[Weights, ...]:
-        return (self.weights,) if self.job.decode is None else (self.weights, self.job.decode)
+        experts = tuple(expert.weights for expert in self.job.files.experts)
+        return experts if self.job.decode is None else (*experts, self.job.decode)
 
     def _resume(self) -> None:
         found = self.kept_latent.read()

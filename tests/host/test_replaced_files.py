@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import toy
+from gates import MakeGate
 from torch import Tensor
 
 from comfyui_pipedit import loaders
@@ -26,8 +27,8 @@ RANK = 2
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    made = Engine(toy.config(preload=(toy.TOY, FILED)))
+def engine(gate_folder: Path) -> Iterator[Engine]:
+    made = Engine(toy.config(preload=(toy.TOY, FILED, toy.GATES)))
     yield made
     made.close()
 
@@ -57,6 +58,21 @@ def test_the_new_file_is_used_and_the_old_weights_are_gone(dtype: torch.dtype, e
     assert old.stamp != new.stamp
     assert torch.equal(decode(engine, new), 2 * one)
     assert engine.scheduler.residence.has(RANK, new) and not engine.scheduler.residence.has(RANK, old)
+
+
+def test_what_a_running_clip_still_needs_is_not_dropped(engine: Engine, gate: MakeGate, tmp_path: Path) -> None:
+    old = write(tmp_path, 1.0, torch.float32)
+    one = decode(engine, old)
+    hold = gate(0, "^step 2 of 4$")
+    ticket = engine.submit(replace(toy.job(), decode=old))
+    hold.wait()
+    new = write(tmp_path, 2.0, torch.float32)
+    assert torch.equal(decode(engine, new), 2 * one)
+    assert engine.scheduler.residence.has(RANK, old)
+    hold.open()
+    assert ticket.frames is not None and ticket.frames.wait(SECONDS)
+    assert ticket.frames.result().isfinite().all()
+    assert torch.equal(decode(engine, new), 2 * one) and not engine.scheduler.residence.has(RANK, old)
 
 
 def test_a_graph_that_was_read_before_the_change_is_told(engine: Engine, tmp_path: Path) -> None:
