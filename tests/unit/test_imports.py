@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"wire", "parallel", "models", "loaders"},
     "timeline": set(),
     "contact_sheet": set(),
-    "demo": {"host", "contact_sheet"},
+    "demo": {"host", "contact_sheet", "requests"},
     "requests": {"host", "loaders"},
     "generate": {"host", "loaders", "requests", "timeline", "contact_sheet"},
     "verify": {"host", "requests"},
