@@ -2,11 +2,11 @@
 
     merged = round(original + sum over the chain of strength * alpha / rank * up @ down), in float32, rounded once
 
-always from the original and in the chain's order, as ComfyUI does it, so that on, off and on gives the same bits. On a
-GPU the result is written into the weight's own storage: captured graphs stay valid. On the CPU the ranks of a host
-share their weights through one read-only mapping: there a changed weight becomes a private copy, with the same bits on
-every rank, and an unchanged one is the mapped original again. A weight in fp8 is left as it is: its module gets a side
-path.
+always from the original and in the chain's order, as ComfyUI does it, so that on, off and on gives the same bits.
+Weights of a rank alone (on a GPU) are written in their own storage: captured graphs stay valid. Weights that ranks
+share (on the CPU, through one read-only mapping) are never written: a changed one becomes a private copy, with the same
+bits on every rank, and an unchanged one is the mapped original again. A weight in fp8 is left as it is: its module gets
+a side path.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ class SidePath:
 class LoraState:
     """The chain of LoRAs that a network's weights hold.
 
-    originals: where the weights come from that a change is added to. compute: dtype of the activations, for side paths.
+    originals: where the weights come from that a change is added to. shared: whether other processes see the network's
+    tensors too. compute: dtype of the activations, for side paths.
     """
 
-    def __init__(self, network: nn.Module, originals: Originals, compute: torch.dtype = torch.bfloat16) -> None:
-        self._network, self._originals, self._compute = network, originals, compute
+    def __init__(self, network: nn.Module, originals: Originals, *, shared: bool,
+                 compute: torch.dtype = torch.bfloat16) -> None:
+        self._network, self._originals, self._shared, self._compute = network, originals, shared, compute
         self._key: tuple[LoraEntry, ...] | None = ()
         self._reports: tuple[LoraReport, ...] = ()
         self._holds: dict[str, tuple[LoraEntry, ...]] = {}
@@ -143,7 +145,7 @@ class LoraState:
         merged = [name for name in tensors if name in self._unsure and name not in fp8]
         given = 0
         for name, original in self._originals(merged) if merged else ():
-            _merge(tensors[name], original, changes.get(name, []))
+            _merge(tensors[name], original, changes.get(name, []), self._shared)
             given += 1
         if given != len(merged):
             raise LoadError(f"{given} of {len(merged)} original weights could be read; the file may have changed")
@@ -176,10 +178,9 @@ def _changes(links: Chain, reports: Sequence[LoraReport], files: ExitStack) -> d
     return changes
 
 
-def _merge(parameter: Tensor, original: Tensor, changes: list[Change]) -> None:
+def _merge(parameter: Tensor, original: Tensor, changes: list[Change], shared: bool) -> None:
     """original + changes into a parameter: in place, or as a private copy where the parameter is shared."""
     assert (original.shape, original.dtype) == (parameter.shape, parameter.dtype), "an original of another kind"
-    shared = parameter.is_cpu
     out = torch.empty_like(original) if shared and changes else parameter.data
     if changes:
         _add_up(original, changes, out)

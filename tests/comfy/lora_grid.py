@@ -84,7 +84,7 @@ def our_network(folder: Path) -> tuple[Any, Any]:
     originals = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     network = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(folder / "transformer"))
     network.requires_grad_(False).eval().load_state_dict(originals)
-    return network, LoraState(network, lambda names: [(name, originals[name]) for name in names])
+    return network, LoraState(network, lambda names: [(name, originals[name]) for name in names], shared=True)
 
 
 def main() -> None:

@@ -21,18 +21,20 @@ FP8 = torch.float8_e4m3fn
 
 
 class Rank:
-    """A rank's network as it is on the CPU: its parameters are the mapped originals themselves."""
+    """A rank's network. shared: as on the CPU, its parameters are the mapped originals themselves; else, as on a GPU,
+    copies of its own."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, shared: bool = True) -> None:
         tiny_wan.use_worker_site()
         source = tiny_wan.transformer().to(dtype).requires_grad_(False)
         self.originals = {name: tensor.detach() for name, tensor in source.state_dict().items()}
         self.pristine = {name: tensor.clone() for name, tensor in self.originals.items()}
         self.network: nn.Module = tiny_wan.transformer().to(dtype).requires_grad_(False)
-        self.network.load_state_dict(self.originals, assign=True)
+        self.network.load_state_dict(self.originals, assign=shared)
+        self.places = {name: tensor.data_ptr() for name, tensor in self.network.state_dict().items()}
         self.asked: list[str] = []
         self.fail_at = ""
-        self.state = LoraState(self.network, self.read, torch.float32)
+        self.state = LoraState(self.network, self.read, shared=shared, compute=torch.float32)
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         self.asked = list(names)
@@ -50,10 +52,9 @@ class Rank:
         return all(torch.equal(self.originals[name], self.pristine[name]) for name in self.pristine)
 
     @property
-    def mapped(self) -> bool:
-        """Whether every parameter is the mapped original, not a copy."""
-        return all(tensor.data_ptr() == self.originals[name].data_ptr()
-                   for name, tensor in self.network.state_dict().items())
+    def in_place(self) -> bool:
+        """Whether every parameter lies where it lay when it was loaded."""
+        return self.places == {name: tensor.data_ptr() for name, tensor in self.network.state_dict().items()}
 
 
 def shapes_of(rank: Rank) -> dict[str, tuple[int, ...]]:
@@ -102,9 +103,10 @@ def expected(rank: Rank, chain: Sequence[tuple[int, float, int, float | None, bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("style", lora_files.STYLES)
-def test_every_style_gives_the_formulas_bits(style: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    rank = Rank(dtype)
+def test_every_style_gives_the_formulas_bits(style: str, shared: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    rank = Rank(dtype, shared)
     path = lora_files.write(tmp_path / "a", lora_files.state(style, shapes_of(rank), seed=1, differences=True))
     (report,) = rank.state.go([(read_lora(path), 0.7)])
     assert report.complete and len(report.matched) == 30
@@ -133,7 +135,7 @@ def test_rows_in_pieces_give_the_same(rank: Rank, folder: Path, monkeypatch: pyt
 
 def test_strength_zero_is_off(rank: Rank, folder: Path) -> None:
     assert rank.state.go([(read_lora(folder / "a"), 0.0)]) == ()
-    assert rank.state.key == () and rank.mapped and not rank.asked
+    assert rank.state.key == () and rank.in_place and not rank.asked
 
 
 def test_only_what_changes_is_written(rank: Rank, folder: Path) -> None:
@@ -151,21 +153,23 @@ def test_only_what_changes_is_written(rank: Rank, folder: Path) -> None:
     assert same(rank.weights(), expected(rank, [(2, 1.0, 6, None, False)]))
 
 
-def test_on_and_off_fifty_times(rank: Rank, folder: Path) -> None:
-    a, b = read_lora(folder / "a"), read_lora(folder / "b")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_on_and_off_fifty_times(shared: bool, folder: Path) -> None:
+    rank, a, b = Rank(shared=shared), read_lora(folder / "a"), read_lora(folder / "b")
     rank.state.go([(a, 1.0)])
     with_a, before = rank.weights(), tensors_alive()
     for turn in range(50):
         rank.state.go([(b, 0.1 * turn)])
         rank.state.go([])
-        assert rank.mapped and same(rank.weights(), rank.pristine)
+        assert rank.in_place and same(rank.weights(), rank.pristine)
         rank.state.go([(a, 1.0)])
-        assert same(rank.weights(), with_a)
+        assert same(rank.weights(), with_a) and rank.in_place != shared
     assert tensors_alive() == before and rank.untouched
 
 
-def test_a_failure_midway_is_mended_from_the_originals(rank: Rank, folder: Path) -> None:
-    a, b = read_lora(folder / "a"), read_lora(folder / "b")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_a_failure_midway_is_mended_from_the_originals(shared: bool, folder: Path) -> None:
+    rank, a, b = Rank(shared=shared), read_lora(folder / "a"), read_lora(folder / "b")
     rank.state.go([(a, 1.0)])
     with_a = rank.weights()
     rank.fail_at = "blocks.1.attn1.to_q.weight"
@@ -194,7 +198,7 @@ def test_a_file_that_does_not_fit_leaves_all_as_it_was(rank: Rank, folder: Path)
 
 
 def test_originals_that_are_missing_are_said(rank: Rank, folder: Path) -> None:
-    state = LoraState(rank.network, lambda names: list(rank.read(names))[1:], torch.float32)
+    state = LoraState(rank.network, lambda names: list(rank.read(names))[1:], shared=True)
     with pytest.raises(LoadError, match="29 of 30 original weights could be read"):
         state.go([(read_lora(folder / "a"), 1.0)])
     assert state.key is None
