@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ class Gate:
         for fifo in (self._arrived, self._go):
             os.mkfifo(fifo)
         self._reader = os.open(self._arrived, os.O_RDONLY | os.O_NONBLOCK)
+        self._writer = os.open(self._go, os.O_RDWR)  # open from here on: a rank may come to read after `open`
         ready = folder / "gate.new"
         ready.write_text(json.dumps({"id": name, "rank": rank, "phase": phase}))
         ready.replace(self._file)
@@ -41,12 +41,12 @@ class Gate:
     def open(self) -> None:
         """Lets the rank go on, if it is still there."""
         self._file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # ENXIO: nobody waits, the rank was killed
-            os.close(os.open(self._go, os.O_WRONLY | os.O_NONBLOCK))
+        os.write(self._writer, b"!")
 
     def close(self) -> None:
         self.open()
         os.close(self._reader)
+        os.close(self._writer)
 
 
 MakeGate = Callable[[int, str], Gate]
