@@ -172,6 +172,49 @@ class Branch:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def check_latent(latent: Tensor, files: ModelFiles) -> None:
+    """InvalidJob unless it is one clip's latent [1, C, T, h, w] of this model."""
+    channels = files.geometry.channels
+    if latent.dim() != 5 or latent.shape[0] != 1:
+        raise InvalidJob(f"a job's latent is [1, C, T, h, w], not {list(latent.shape)}")
+    if latent.shape[1] != channels:
+        raise InvalidJob(f"the latent has {latent.shape[1]} channels and {files.name} needs {channels}; use the "
+                         f"empty-latent node of this model's family")
+
+
+def check_text(text: Tensor, files: ModelFiles, name: str) -> None:
+    """InvalidJob unless it is an embedding [1, L, D] of this model's text encoder."""
+    width = files.geometry.text_width
+    if text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != width:
+        raise InvalidJob(f"{name} must be a text embedding [1, L, {width}] of {files.name}'s own text encoder, not "
+                         f"{list(text.shape)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluateRequest:
+    """One call of the model on one latent -> a list of its velocities, float32 like x, one a branch.
+
+    x: float32 [1, C, T, h, w] in model space. mask: see Job. It carries all it needs: nothing is kept between calls.
+    """
+
+    files: ModelFiles
+    x: Tensor
+    sigma: float
+    branches: tuple[Branch, ...]
+    mask: Tensor | None = None
+    plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        check_latent(self.x, self.files)
+        for branch in self.branches:
+            check_text(branch.text, self.files, "conditioning")
+
+    @property
+    def expert(self) -> Expert:
+        """The transformer for this noise level."""
+        return self.files.experts[-1 if self.sigma < self.files.boundary else 0]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One clip to denoise.
@@ -200,19 +243,10 @@ class Job:
     label: str = ""
 
     def __post_init__(self) -> None:
-        geometry = self.files.geometry
-        if self.latent.dim() != 5 or self.latent.shape[0] != 1:
-            raise InvalidJob(f"a job's latent is [1, C, T, h, w], not {list(self.latent.shape)}")
-        if self.latent.shape[1] != geometry.channels:
-            raise InvalidJob(f"the latent has {self.latent.shape[1]} channels and {self.files.name} needs "
-                             f"{geometry.channels}; use the empty-latent node of this model's family")
+        check_latent(self.latent, self.files)
         for name, branch in (("positive", self.positive), ("negative", self.negative)):
-            if branch is None:
-                continue
-            text = branch.text
-            if text.dim() != 3 or text.shape[0] != 1 or text.shape[2] != geometry.text_width:
-                raise InvalidJob(f"{name} must be a text embedding [1, L, {geometry.text_width}] of "
-                                 f"{self.files.name}'s own text encoder, not {list(text.shape)}")
+            if branch is not None:
+                check_text(branch.text, self.files, name)
 
     @property
     def branches(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import JobError, PipeDiTError, PoolClosed, Unplannable
-from ..job import DecodeRequest, EncodeRequest, Job, ModelFiles, Span, TextRequest
+from ..job import DecodeRequest, EncodeRequest, EvaluateRequest, Job, ModelFiles, Span, TextRequest
 from ..plan import Plan, shrink, split_groups
 from ..wire.buffer import KeptLatent
 from .content import job_key
@@ -23,10 +23,10 @@ from .devices import resolve
 from .policies import Policy, fcfs
 from .pool import Pool
 from .scheduler import Scheduler
-from .tasks import ClipTask, DecodeTask, Task, TextTask, VaeEncodeTask
+from .tasks import ClipTask, DecodeTask, EvaluateTask, Task, TextTask, VaeEncodeTask
 from .ticket import Ticket
 
-Request = Job | TextRequest | DecodeRequest | EncodeRequest
+Request = Job | EvaluateRequest | TextRequest | DecodeRequest | EncodeRequest
 KEPT_LATENTS = 8
 POLL_SECONDS = 0.5
 
@@ -57,7 +57,8 @@ class Engine:
 
         The ticket's result is, for a Job the final latent float32 [1, C, T, h, w] in VAE space (and with `decode` set,
         `ticket.frames` is the ticket of the frames); for a DecodeRequest frames float32 [F, H, W, 3] in 0..1; for a
-        TextRequest a list of embeddings; for an EncodeRequest a latent. Raises Unplannable, StorageFull or PoolClosed.
+        TextRequest a list of embeddings; for an EncodeRequest a latent; for an EvaluateRequest a list of velocities.
+        Raises Unplannable, StorageFull or PoolClosed.
         """
         closed = PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
         if self._closed:
@@ -121,6 +122,8 @@ class Engine:
     def _task(self, request: Request, ordinal: int) -> Task:
         if isinstance(request, Job):
             return self._clip(request, ordinal)
+        if isinstance(request, EvaluateRequest):
+            return self._evaluation(request, ordinal)
         ticket = self._ticket(f"{_kind(request)}-{ordinal}")
         rank = self._decode_rank(ordinal)
         if isinstance(request, DecodeRequest):
@@ -130,11 +133,7 @@ class Engine:
         return VaeEncodeTask(ticket, ordinal, request, rank)
 
     def _clip(self, job: Job, ordinal: int) -> ClipTask:
-        plan = job.plan or self.plan(job.files, tuple(job.latent.shape))
-        plan.check(job.files.geometry.num_tokens(tuple(job.latent.shape)), job.files.geometry.num_heads)
-        if max(plan.ranks) >= len(self.devices):
-            raise Unplannable(f"the plan names rank {max(plan.ranks)} and the pool has ranks 0 to "
-                              f"{len(self.devices) - 1}")
+        plan = self._checked_plan(job.plan, job.files, tuple(job.latent.shape))
         frames = self._ticket(f"frames-{ordinal}") if job.decode is not None else None
         ticket = Ticket(f"clip-{ordinal}", self._cancel_later, frames)
         ticket.plan = plan
@@ -142,6 +141,20 @@ class Engine:
         kept = self._take_kept(key) or KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
         ticket.add_done_callback(lambda ended: self._put_away(key, kept, ended))
         return ClipTask(ticket, ordinal, job, plan, kept)
+
+    def _evaluation(self, request: EvaluateRequest, ordinal: int) -> EvaluateTask:
+        ticket = self._ticket(f"evaluation-{ordinal}")
+        ticket.plan = self._checked_plan(request.plan, request.files, tuple(request.x.shape))
+        return EvaluateTask(ticket, ordinal, request, ticket.plan)
+
+    def _checked_plan(self, given: Plan | None, files: ModelFiles, shape: tuple[int, ...]) -> Plan:
+        """The plan of a request for a latent's shape. Unplannable if the one that is given does not fit the pool."""
+        plan = given or self.plan(files, shape)
+        plan.check(files.geometry.num_tokens(shape), files.geometry.num_heads)
+        if max(plan.ranks) >= len(self.devices):
+            raise Unplannable(f"the plan names rank {max(plan.ranks)} and the pool has ranks 0 to "
+                              f"{len(self.devices) - 1}")
+        return plan
 
     def _take_kept(self, key: str) -> KeptLatent | None:
         """What an earlier try at this content left; the new try goes on from it."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LoadError
-from ..job import Branch, DecodeRequest, EncodeRequest, Job, Progress, Stage, TextRequest, Weights
+from ..job import Branch, DecodeRequest, EncodeRequest, EvaluateRequest, Job, Progress, Stage, TextRequest, Weights
 from ..plan import Plan
 from ..wire import buffer
 from ..wire.buffer import KeptLatent
@@ -26,6 +26,7 @@ from ..wire.messages import (
     DecodeOpen,
     Encode,
     Encoded,
+    Evaluate,
     Lease,
     LeaseDone,
     Message,
@@ -215,6 +216,39 @@ class ClipTask(Task):
         if not found:
             return "No step was finished yet, so nothing is kept"
         return f"Step {found[0]} of {self.num_steps} is kept: queue again to continue from there"
+
+
+class EvaluateTask(Task):
+    """Calls a model once on the denoise ranks; the leader writes the velocities into the result's buffer."""
+
+    kind = "evaluate"
+    stage = Stage.DENOISING
+
+    def __init__(self, ticket: Ticket, ordinal: int, request: EvaluateRequest, plan: Plan) -> None:
+        super().__init__(ticket, ordinal, plan.denoise.ranks, request.expert.weights)
+        self.request, self.plan = request, plan
+        self.velocities: Tensor | None = None
+        self._message: Evaluate | None = None
+
+    def open_message(self, seq: int) -> Message:
+        if self._message is None:
+            self._message = self._share(seq)
+        return replace(self._message, seq=seq)
+
+    def _share(self, seq: int) -> Evaluate:
+        request, fds = self.request, self.fds
+        shape = (len(request.branches), *request.x.shape[1:])
+        fd, ref, self.velocities = buffer.allocate(shape, torch.float32, "velocities")
+        return Evaluate(
+            seq=seq, job=self.id, expert=request.expert, geometry=request.files.geometry, plan=self.plan,
+            x=fds.share(request.x, "x"), sigma=request.sigma,
+            branches=tuple(fds.share_branch(branch, "conditioning") for branch in request.branches),
+            mask=None if request.mask is None else fds.share(request.mask, "mask"), velocities=fds.add(fd, ref))
+
+    def finish(self) -> list[Tensor]:
+        """Velocities float32 [1, C, T, h, w], one a branch; the mapped buffer itself, nothing is copied."""
+        assert self.velocities is not None
+        return list(self.velocities.split(1))
 
 
 class DecodeTask(Task):

@@ -1,8 +1,8 @@
 """One frozen dataclass a message, both directions, and the codec: JSON tagged by class name, no pickle.
 
 Tensors never travel in a frame: a `TensorRef` names one of the file descriptors that accompany the frame (wire.buffer).
-Host to rank: Load Unload Encode Open Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded Encoded
-Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked Reaped.
+Host to rank: Load Unload Encode Open Evaluate Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded
+Encoded Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked Reaped.
 """
 
 from __future__ import annotations
@@ -152,6 +152,23 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Prepare one call of a model on the denoise ranks; its one unit is the call. The leader writes the velocities,
+    float32 [branches, C, T, h, w], to `velocities`. Answered by Opened."""
+
+    seq: int
+    job: str
+    expert: Expert
+    geometry: Geometry
+    plan: Plan
+    x: TensorRef
+    sigma: float
+    branches: tuple[BranchRef, ...]
+    mask: TensorRef | None
+    velocities: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeOpen:
     """Prepare a decode on one rank. `latent` is final, in VAE space; frames go to `frames` float32 [F, H, W, 3]."""
 
@@ -249,8 +266,8 @@ class Exit:
     """End politely."""
 
 
-Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | DecodeOpen
-           | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
+Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | Evaluate
+           | DecodeOpen | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 NOUNS: tuple[type, ...] = (TensorRef, BranchRef, Weights, LoraUse, Expert, Geometry, Plan, Group, SolverTable, Row,

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import models
 from ..errors import OutOfStep
-from ..job import Branch, Expert
+from ..job import Expert
 from ..models.geometry import to_model, to_vae
-from ..parallel.layout import Layout
 from ..parallel.sequence import Context
 from ..sampling import Row, State, advance, finish, start
-from ..wire import buffer
 from ..wire.buffer import KeptLatent
-from ..wire.messages import BranchRef, Open, TensorRef
+from ..wire.messages import Open
 from .device import Device
+from .inputs import Inputs, layout
 
 
 class Denoise:
@@ -33,22 +31,16 @@ class Denoise:
     def __init__(self, message: Open, fds: Sequence[int], network: Callable[[Expert], Any], context: Context,
                  device: Device, on_phase: Callable[[str], None]) -> None:
         """network: the resident transformer of an expert, with its LoRAs."""
-        def place(ref: TensorRef) -> Tensor:
-            return buffer.attach(fds[ref.fd], ref).to(device.torch, torch.float32)
-
-        def branch(ref: BranchRef) -> Branch:
-            extras = zip(ref.names, map(place, ref.extras), strict=True)
-            return Branch(place(ref.text), dict(extras))
-
         self._message, self._network, self._context, self._on_phase = message, network, context, on_phase
-        self._family = models.family(message.experts[0].weights.family)
-        self._given = [branch(ref) for ref in (message.positive, message.negative) if ref is not None]
-        self._noises = [place(ref) for ref in message.noises]
-        self._noise, self._latent = place(message.noise), to_model(place(message.latent), message.geometry)
-        self._mask = None if message.mask is None else place(message.mask)
+        self._family, inputs = models.family(message.experts[0].weights.family), Inputs(fds, device)
+        self._given = [inputs.branch(ref) for ref in (message.positive, message.negative) if ref is not None]
+        self._noises = [inputs.tensor(ref) for ref in message.noises]
+        self._noise = inputs.tensor(message.noise)
+        self._latent = to_model(inputs.tensor(message.latent), message.geometry)
+        self._mask = inputs.mask(message.mask)
         self._kept = KeptLatent.attach(fds[message.kept.fd], message.kept)
         self._state = self._resumed(device) if message.first_step else start(message.table, self._noise, self._latent)
-        self._layout = self._make_layout()
+        self._layout = layout(message.plan, message.geometry, message.latent.shape)
         self._next = message.first_step
         self._expert: Expert | None = None
 
@@ -112,12 +104,3 @@ class Denoise:
             raise OutOfStep(f"{self._message.job} should go on at step {self._message.first_step}, and step "
                             f"{found[0] if found else 'none'} is kept")
         return self._message.table.restore(found[0], [tensor.to(device.torch) for tensor in found[1]])
-
-    def _make_layout(self) -> Layout | None:
-        """Who holds which tokens and heads; None for a group of one, which exchanges nothing."""
-        message = self._message
-        group = message.plan.denoise
-        if group.size == 1:
-            return None
-        num_tokens = message.geometry.num_tokens(message.latent.shape)
-        return Layout.even(group, num_tokens, message.geometry.num_heads, message.plan.chunks)

@@ -30,6 +30,7 @@ from ..wire.messages import (
     DecodeOpen,
     Encode,
     Encoded,
+    Evaluate,
     Exit,
     Failed,
     Lease,
@@ -48,6 +49,7 @@ from .control import Control
 from .decode import Decode
 from .denoise import Denoise
 from .device import Device
+from .evaluate import Evaluate as Evaluation
 from .residency import Residency
 
 
@@ -59,12 +61,12 @@ class Runtime:
         self.rank, self.world, self.generation = rank, world, generation
         self.device = Device.parse(device)
         self.channel, self.board, self.rendezvous, self.deadline = channel, board, rendezvous, deadline
-        self.jobs: dict[str, Denoise | Decode] = {}
+        self.jobs: dict[str, Denoise | Decode | Evaluation] = {}
         self._seq = 0
         self._phase = ""
         self._handlers: dict[type, Callable[[Any, Sequence[int]], None]] = {
             Load: self._load, Unload: self._unload, Encode: self._encode, VaeEncode: self._vae_encode, Open: self._open,
-            DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
+            Evaluate: self._open_evaluation, DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
         }
 
     def phase(self, text: str) -> None:
@@ -163,6 +165,11 @@ class Runtime:
     def _open(self, message: Open, fds: Sequence[int]) -> None:
         self.phase("preparing a clip")
         self.jobs[message.job] = Denoise(message, fds, self._network, self.context, self.device, self.phase)
+        self.channel.send(Opened(self.rank, message.job, self.jobs[message.job].units))
+
+    def _open_evaluation(self, message: Evaluate, fds: Sequence[int]) -> None:
+        self.phase("preparing an evaluation")
+        self.jobs[message.job] = Evaluation(message, fds, self._network, self.context, self.device, self.phase)
         self.channel.send(Opened(self.rank, message.job, self.jobs[message.job].units))
 
     def _network(self, expert: Expert) -> Any:

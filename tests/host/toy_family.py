@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from comfyui_pipedit import models
-from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.errors import InvalidJob, OutOfMemory
 from comfyui_pipedit.job import Branch, Geometry, Tiling
 from comfyui_pipedit.models.family import Gather, SequencePlan, Split
 
@@ -68,6 +68,10 @@ class ToyFamily:
 
     def prepare(self, model: nn.Module, branch: Branch, shape: tuple[int, ...], mask: Tensor | None,
                 geometry: Geometry) -> Branch:
+        if "too large" in branch.extras:
+            raise OutOfMemory("'too large' has no room in the toy model")
+        if branch.extras:
+            raise InvalidJob(f"{', '.join(branch.extras)}: the toy model does not take it")
         return branch
 
     def kept_part(self, model: nn.Module, latent: Tensor, noise: Tensor, sigma: float) -> Tensor:
