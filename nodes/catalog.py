@@ -13,7 +13,7 @@ from comfyui_pipedit.config import PACKAGE_ROOT
 from comfyui_pipedit.errors import InvalidJob, PipeDiTError, not_one_of
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.job import ModelFiles
-from comfyui_pipedit.loaders.diffusers_dir import inspect
+from comfyui_pipedit.loaders import inspect
 
 DEMO = "demo"
 DEMO_FOLDER = PACKAGE_ROOT / "demo" / "weights"

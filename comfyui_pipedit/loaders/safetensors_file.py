@@ -5,10 +5,12 @@ A mapped tensor costs no private memory, so ranks of one host share one copy in 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,39 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file, as its header describes it."""
+    """A tensor of a file, as its header describes it. span: first byte in the file and the byte after the last."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
+    span: tuple[int, int] = (0, 0)
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self) -> bytes:
+        """Its bytes, read from the file; for small ones that the host must look into."""
+        with self.file.open("rb") as file:
+            file.seek(self.span[0])
+            return file.read(self.span[1] - self.span[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. unhandled: tensor name -> dtype that is not in DTYPES."""
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    unhandled: dict[str, str] = field(default_factory=dict)
+
+    def checked(self) -> Header:
+        """Itself; LoadError naming the first tensor whose dtype is not handled."""
+        for name, dtype in self.unhandled.items():
+            raise LoadError(f"{self.path}: tensor {name} has dtype {dtype}, which is not handled")
+        return self
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,24 +105,28 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Name -> Entry of every tensor of a file. LoadError if it is truncated or no safetensors file."""
-    header, data_bytes = _header_json(path)
-    entries = {}
-    for name, value in header.items():
-        if name == "__metadata__":
-            continue
-        if value["dtype"] not in DTYPES:
-            raise LoadError(f"{path}: tensor {name} has dtype {value['dtype']}, which is not handled")
-        if value["data_offsets"][1] > data_bytes:
-            raise LoadError(f"{path} is cut off: tensor {name} ends at byte {value['data_offsets'][1]} of "
-                            f"{data_bytes}; download it again")
-        entries[name] = Entry(name, DTYPES[value["dtype"]], tuple(value["shape"]), path)
-    return entries
+def read_header(path: Path) -> Header:
+    """The header of a file. LoadError if it is missing, truncated or no safetensors file."""
+    raw, start, data_bytes = _header_json(path)
+    header = Header(path, {}, raw.pop("__metadata__", {}))
+    for name, value in raw.items():
+        try:
+            dtype, shape, (first, last) = str(value["dtype"]), tuple(map(int, value["shape"])), value["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise LoadError(f"{path} is not a safetensors file: its header says {value!r} of {name}") from None
+        if last > data_bytes:
+            raise LoadError(f"{path} is cut off: tensor {name} ends at byte {last} of {data_bytes}; download it again")
+        if dtype in DTYPES:
+            header.entries[name] = Entry(name, DTYPES[dtype], shape, path, (start + first, start + last))
+        else:
+            header.unhandled[name] = dtype
+    return header
 
 
-def _header_json(path: Path) -> tuple[dict[str, Any], int]:
-    """(header, bytes after it)."""
+def _header_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(header, where the data begin, their bytes)."""
+    if not path.is_file():
+        raise LoadError(f"{path} is missing")
     total = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
@@ -101,24 +134,31 @@ def _header_json(path: Path) -> tuple[dict[str, Any], int]:
         if length > total - 8:
             raise LoadError(f"{path} is not a safetensors file, or it is cut off ({total} bytes)")
         try:
-            return json.loads(file.read(length)), total - 8 - length
+            header = json.loads(file.read(length))
         except ValueError:
-            raise LoadError(f"{path} is not a safetensors file: its header is not JSON") from None
+            header = None
+    if not isinstance(header, dict):
+        raise LoadError(f"{path} is not a safetensors file: its header is not JSON")
+    return header, 8 + length, total - 8 - length
 
 
 def read_entries(files: tuple[Path, ...]) -> dict[str, Entry]:
     """Entries of all shards together."""
     entries: dict[str, Entry] = {}
     for file in files:
-        entries.update(read_header(file))
+        entries.update(read_header(file).checked().entries)
     return entries
 
 
-def mapped_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all shards in a fixed order; tensors are read-only by contract: they view the mapped file."""
+def mapped_tensors(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+    """(key, tensor) of all entries, file by file in the order of their names there, whatever the keys are.
+
+    Tensors are read-only by contract: they view the mapped file.
+    """
     from safetensors import safe_open
 
-    for file in files:
+    ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].name))
+    for file, group in itertools.groupby(ordered, key=lambda item: item[1].file):
         with safe_open(str(file), framework="pt", device="cpu") as handle:
-            for name in sorted(handle.keys()):
-                yield name, handle.get_tensor(name)
+            for key, entry in group:
+                yield key, handle.get_tensor(entry.name)

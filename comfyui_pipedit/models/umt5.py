@@ -1,19 +1,16 @@
-"""UMT5 text encoder with a tokenizer.json: Wan's, and small ones of the same architecture."""
+"""UMT5 text encoder with its tokenizer: Wan's, and small ones of the same architecture."""
 
 from __future__ import annotations
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from ..errors import LoadError
-from ..loaders import check_weights, check_words, load_tokenizer, unescape
-from ..loaders.vocabulary import text_tokens, word_list
+from ..loaders import check_weights, open_tokens, unescape
+from ..loaders.tokens import TextTokens
 from .family import WeightSource
 from .skeleton import assign, on_meta
-
-END = "</s>"
 
 
 class UMT5Text:
@@ -22,22 +19,16 @@ class UMT5Text:
     L is the tokenizer's length (Wan 512), more for a longer text, as in ComfyUI. An empty text is its end token alone.
     """
 
-    def __init__(self, model: UMT5EncoderModel, tokenizer: Tokenizer, length: int, vocabulary: tuple[str, ...]) -> None:
-        self.model, self.tokenizer, self.length, self.vocabulary = model, tokenizer, length, vocabulary
-        end = tokenizer.token_to_id(END)
-        if end is None:
-            raise LoadError(f"the tokenizer has no end token {END!r}")
-        self.end = end
+    def __init__(self, model: UMT5EncoderModel, tokens: TextTokens) -> None:
+        self.model, self.tokens = model, tokens
 
     def encode(self, text: str) -> Tensor:
         """float32 [1, L, D]. InvalidJob for prompt weights, and for words that a closed vocabulary lacks."""
         check_weights(text)
-        plain = unescape(text)
-        check_words(self.tokenizer, self.vocabulary, plain)
-        ids = [*self.tokenizer.encode(plain, add_special_tokens=False).ids, self.end]
+        ids = self.tokens.ids(unescape(text))
         device = self.model.shared.weight.device
         hidden = self.model(input_ids=torch.tensor([ids], device=device)).last_hidden_state.float()
-        return torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self.length - len(ids))))
+        return torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self.tokens.length - len(ids))))
 
     def parameters(self) -> list[Tensor]:
         """The network's tensors."""
@@ -51,9 +42,7 @@ def load_text(source: WeightSource) -> UMT5Text:
     tables = ("shared.weight", "encoder.embed_tokens.weight")
     assign(model, source.tensors(), f"{source.root.name}'s text encoder", optional=tables)
     _tie(model, source)
-    folder = source.root / "tokenizer"
-    return UMT5Text(model, load_tokenizer(source.root), text_tokens(folder / "tokenizer_config.json"),
-                    word_list(folder / "tokenizer.json"))
+    return UMT5Text(model, open_tokens(source.root))
 
 
 def _tie(model: UMT5EncoderModel, source: WeightSource) -> None:

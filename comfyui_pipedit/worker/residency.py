@@ -1,26 +1,31 @@
 """Networks that are resident in a rank, and the one place where weights get their device and dtype.
 
 On the CPU a tensor whose dtype is right stays a view of the mapped file; the others lie once in a buffer that all ranks
-of the host map. On a GPU tensors are copied there and converted there.
+of the host map. On a GPU tensors are copied there and converted there. Weights in fp8 stay in fp8 (models/fp8.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import loaders, models
 from ..errors import LoadError, OutOfStep
 from ..job import Weights
-from ..loaders.precision import KEEP_FP32, Slot, target_dtype
+from ..loaders import precision
+from ..loaders.precision import FP8, Rules, Slot, true_values
+from ..models import fp8
 from ..parallel import sequence
 from ..parallel.sequence import Context
 from .device import Device
+
+log = logging.getLogger(__name__)
 
 
 class PlacedWeights:
@@ -31,6 +36,8 @@ class PlacedWeights:
 
     def __init__(self, weights: Weights, device: Device, buffer: Tensor | None, writer: bool) -> None:
         self.weights, self._device, self._buffer, self._writer = weights, device, buffer, writer
+        self.in_fp8: dict[str, Tensor | None] = {}
+        """Scale (None for 1) of each weight that `tensors` gave out in fp8."""
 
     @property
     def root(self) -> Path:
@@ -45,25 +52,44 @@ class PlacedWeights:
         return self._device.torch
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) on the device, in the dtype to compute in."""
-        compute = self._device.compute_dtype(self.weights.dtype, self._files.stored_dtype)
-        keep = KEEP_FP32.get((self.weights.family, self.weights.part), ())
-        layout = {} if self._buffer is None else loaders.buffer_layout(self.weights, self._files, compute)
+        """(name, tensor) on the device, in the dtype to be held in. Scales of what comes in fp8 go into `in_fp8`."""
+        layout = {} if self._buffer is None else loaders.buffer_layout(self.weights, self._files, self._rules.compute)
         for name, tensor in self._files.mapped():
+            scale = self._scales.get(name)
             if name in layout:
-                yield name, self._shared(layout[name], tensor)
+                held = self._shared(layout[name], tensor, scale)
             else:
-                yield name, tensor.to(self.device).to(target_dtype(name, tensor.dtype, compute, keep))
+                held = self._held(name, tensor.to(self.device), scale)
+            if held.dtype in FP8:
+                self.in_fp8[name] = scale if self._rules.stays(name, tensor.dtype, scale is not None) else None
+            yield name, held
 
     @cached_property
     def _files(self) -> loaders.WeightFiles:
         return loaders.open_weights(self.weights)
 
-    def _shared(self, slot: Slot, tensor: Tensor) -> Tensor:
+    @cached_property
+    def _rules(self) -> Rules:
+        weights = self.weights
+        compute = self._device.compute_dtype(*precision.computed_as(weights.dtype, self._files.stored_dtype))
+        return precision.rules(weights.family, weights.part, weights.dtype, compute)
+
+    @cached_property
+    def _scales(self) -> dict[str, Tensor]:
+        """Weight name -> its scale on the device, float32 [1]."""
+        return {name: scale.to(self.device) for name, scale in self._files.scale_values().items()}
+
+    def _held(self, name: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
+        """The tensor itself where it is right as stored, else its true values in the dtype to be held in."""
+        if self._rules.stays(name, tensor.dtype, scale is not None):
+            return tensor
+        return true_values(tensor, scale, self._rules.target(name, tensor.dtype))
+
+    def _shared(self, slot: Slot, tensor: Tensor, scale: Tensor | None) -> Tensor:
         assert self._buffer is not None
         converted = slot.view(self._buffer)
         if self._writer:
-            converted.copy_(tensor)
+            converted.copy_(tensor if scale is None else true_values(tensor, scale, slot.dtype))
         return converted
 
 
@@ -101,6 +127,18 @@ class Residency:
         if weights.part not in builders:
             raise LoadError(f"{weights.path}: a model has no part {weights.part!r}")
         network: Any = builders[weights.part](source)
+        if source.in_fp8:
+            self._hold_fp8(network, source)
         if weights.part == "transformer":
             sequence.install(network, family.sequence_plan, self._context)
         return network
+
+    def _hold_fp8(self, network: Any, source: PlacedWeights) -> None:
+        """Linear layers that compute from fp8, in the place of those that cannot."""
+        fast = source.weights.dtype == precision.FAST and self._device.on_gpu
+        why_not = fp8.multiplies(self._device.torch) if fast else ""
+        if why_not:
+            log.warning("%s: no products in fp8 on %s (%s); it computes in 16 bits from the fp8 weights",
+                        source.root.name, self._device.label, why_not)
+        module: nn.Module = network if isinstance(network, nn.Module) else network.model
+        fp8.install(module, source.in_fp8, fast and not why_not)

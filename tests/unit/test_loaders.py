@@ -18,7 +18,7 @@ import torch
 from comfyui_pipedit import loaders
 from comfyui_pipedit.errors import InvalidJob, LoadError
 from comfyui_pipedit.job import ModelFiles, Weights
-from comfyui_pipedit.loaders.precision import Slot, converted_layout, layout_bytes, target_dtype
+from comfyui_pipedit.loaders.precision import Rules, Slot, converted_layout, layout_bytes
 from comfyui_pipedit.loaders.safetensors_file import Entry
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
@@ -113,11 +113,9 @@ def test_an_open_vocabulary_is_not_listed(folder: Path) -> None:
     (lambda f: (f / "model_index.json").write_text("[]"), "should hold a JSON object, not a list"),
     (lambda f: (f / "transformer" / "config.json").unlink(), r"transformer/config.json is missing"),
     (lambda f: edit(f / "model_index.json", transformer=["diffusers", "FluxTransformer2DModel"]),
-     "FluxTransformer2DModel; only WanTransformer3DModel"),
+     "FluxTransformer2DModel; only WanTransformer3DModel and WanVACETransformer3DModel"),
     (lambda f: edit(f / "model_index.json", vae=[None, None]), "names no vae"),
-    (lambda f: edit(f / "model_index.json", transformer_2=["diffusers", "WanTransformer3DModel"]), "Wan 2.2"),
-    (lambda f: edit(f / "transformer" / "config.json", in_channels=36), "image-to-video"),
-    (lambda f: edit(f / "vae" / "config.json", is_residual=True), "Wan 2.2 VAE"),
+    (lambda f: edit(f / "transformer" / "config.json", in_channels=32), "32 input and 16 output channels; handled are"),
     (lambda f: edit(f / "vae" / "config.json", latents_mean=[0.0] * 4), "4 means and 16 stds do not fit"),
     (lambda f: edit(f / "vae" / "config.json", latents_std=None), "has no 'latents_std'"),
     (lambda f: edit(f / "text_encoder" / "config.json", d_model=64), "d_model 64 is not the transformer's text_dim 32"),
@@ -152,7 +150,7 @@ def test_damaged_weights_are_named(folder: Path, damage: Damage, said: str) -> N
 
 def test_shards_are_read_whole_and_as_stored(whole: Path) -> None:
     weights = loaders.open_weights(loaders.inspect(whole).transformer)
-    assert len(weights.files) > 2 and weights.stored_dtype == torch.float16
+    assert len({entry.file for entry in weights.entries.values()}) > 2 and weights.stored_dtype == torch.float16
     expected = {name: value.half() for name, value in tiny_wan.transformer().state_dict().items()}
     found = dict(weights.mapped())
     assert found.keys() == expected.keys() == weights.entries.keys()
@@ -175,7 +173,8 @@ def test_converted_bytes_are_needed_only_where_the_dtype_changes(whole: Path, tm
 def test_layout_slots_do_not_overlap() -> None:
     shapes = {"b": (3, 5), "a": (7,), "c": ()}
     entries = {name: Entry(name, torch.float16, shape, Path("f")) for name, shape in shapes.items()}
-    layout = converted_layout({**entries, "kept": Entry("kept", torch.float32, (4,), Path("f"))}, torch.float32, ())
+    layout = converted_layout({**entries, "kept": Entry("kept", torch.float32, (4,), Path("f"))}, (),
+                              Rules(torch.float32))
     assert list(layout) == ["a", "b", "c"]
     ends = [slot.offset + slot.num_bytes for slot in layout.values()]
     assert all(slot.offset % 64 == 0 for slot in layout.values())
@@ -201,7 +200,7 @@ def test_slot_is_a_view_of_the_buffer() -> None:
     ("step", torch.int64, torch.int64),
 ])
 def test_named_modules_stay_float32(name: str, stored: torch.dtype, expected: torch.dtype) -> None:
-    assert target_dtype(name, stored, torch.bfloat16, ("norm1", "norm2")) is expected
+    assert Rules(torch.bfloat16, keep_fp32=("norm1", "norm2")).target(name, stored) is expected
 
 
 @pytest.mark.parametrize("text", ["", "a red circle moving right", "red circle on black background"])
@@ -231,8 +230,8 @@ def test_escaped_parentheses_are_text() -> None:
     assert loaders.unescape(r"a circle \(red\)") == "a circle (red)"
 
 
-def test_weight_dtypes_that_come_later_are_refused_by_name() -> None:
-    for name in ("default", "bf16", "fp16", "fp32"):
+def test_weight_dtypes_that_do_not_exist_are_refused_by_name() -> None:
+    for name in ("default", "bf16", "fp16", "fp32", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"):
         assert loaders.check_dtype(name) == name
-    with pytest.raises(InvalidJob, match="'fp8_e4m3fn' is not supported yet; allowed: default, bf16, fp16, fp32"):
-        loaders.check_dtype("fp8_e4m3fn")
+    with pytest.raises(InvalidJob, match="'fp8' is not available here; allowed: default, bf16, .*nearest: "):
+        loaders.check_dtype("fp8")
