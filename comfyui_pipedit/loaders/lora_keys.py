@@ -8,32 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k",
-              "k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
+from .wan_names import IMAGE_BLOCKS, IMAGE_EMBEDDING, IMAGE_POSITIONS, VACE_BLOCKS, VACE_OUTSIDE
 
-BLOCK: dict[str, str] = {
-    **{f"self_attn.{name}": f"attn1.{ours}" for name, ours in _ATTENTION.items()},
-    **{f"cross_attn.{name}": f"attn2.{ours}" for name, ours in _ATTENTION.items()},
-    "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2", "norm3": "norm2", "modulation": "scale_shift_table",
-    "before_proj": "proj_in", "after_proj": "proj_out",
-}
-"""Inside a block (`blocks.N.`, `vace_blocks.N.`): original name -> diffusers' name."""
+_ROWS = (*IMAGE_BLOCKS.rows, *IMAGE_EMBEDDING.rows, *IMAGE_POSITIONS.rows, *VACE_OUTSIDE.rows, *VACE_BLOCKS.rows)
 
-TOP: dict[str, str] = {
-    "patch_embedding": "patch_embedding", "vace_patch_embedding": "vace_patch_embedding",
-    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-    "time_projection.1": "condition_embedder.time_proj",
-    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
-    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
-    "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
-    "head.head": "proj_out", "head.modulation": "scale_shift_table",
+_FORMS: dict[str, str] = {
+    form: row.ours for row in _ROWS for name in (row.original, row.ours) for form in (name, name.replace(".", "_"))
 }
-"""Outside of the blocks."""
+"""Whatever a module may be called, "*" for its block's number -> diffusers' name of it."""
+
+_NUMBER = re.compile(r"(?<=blocks[._])\d+(?=[._])")
 
 PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", "pipe.dit.",
             "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
@@ -71,15 +55,6 @@ UNSUPPORTED: dict[str, str] = {
 """End of a tensor's name -> the kind of adapter that is not handled."""
 
 _SUFFIXES = sorted({**ROLES, **UNSUPPORTED}, key=len, reverse=True)
-
-
-def _all_forms(table: dict[str, str]) -> dict[str, str]:
-    """The table with diffusers' own names too, everything with dots and with underscores."""
-    dotted = {**{ours: ours for ours in table.values()}, **table}
-    return {**{name.replace(".", "_"): ours for name, ours in dotted.items()}, **dotted}
-
-
-_BLOCK_FORMS, _TOP_FORMS = _all_forms(BLOCK), _all_forms(TOP)
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -131,8 +106,8 @@ def _without_prefixes(name: str) -> str:
 
 
 def _module_name(stem: str) -> str | None:
-    match = re.fullmatch(r"(blocks|vace_blocks)[._](\d+)[._](.+)", stem)
-    if not match:
-        return _TOP_FORMS.get(stem)
-    inner = _BLOCK_FORMS.get(match[3])
-    return f"{match[1]}.{match[2]}.{inner}" if inner else None
+    number = _NUMBER.search(stem)
+    if stem in _FORMS or number is None:
+        return _FORMS.get(stem)
+    found = _FORMS.get(f"{stem[:number.start()]}*{stem[number.end():]}")
+    return found.replace("*", number[0]) if found else None

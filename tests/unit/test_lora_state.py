@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from comfyui_pipedit.errors import LoadError
 from comfyui_pipedit.loaders.lora import LoraFile, read_lora
-from comfyui_pipedit.models import lora
+from comfyui_pipedit.models import fp8, lora
 from comfyui_pipedit.models.lora import LoraState
 
 FP8 = torch.float8_e4m3fn
@@ -204,25 +204,14 @@ def test_originals_that_are_missing_are_said(rank: Rank, folder: Path) -> None:
     assert state.key is None
 
 
-class Fp8Linear(nn.Module):
-    """x W^T scale + b with W in fp8."""
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__()
-        scale = source.weight.abs().max() / 448.0
-        self.register_buffer("scale", scale)
-        self.weight = nn.Parameter((source.weight / scale).to(FP8), requires_grad=False)
-        self.bias = source.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.float() * self.scale, self.bias)
-
-
 def in_fp8(rank: Rank) -> None:
-    """Puts the linear layers of the blocks in fp8."""
-    for name, module in list(rank.network.get_submodule("blocks").named_modules()):
-        if isinstance(module, nn.Linear):
-            rank.network.get_submodule("blocks").set_submodule(name, Fp8Linear(module))
+    """Puts the linear layers of the blocks in fp8, with scales."""
+    scales = {}
+    for name, module in rank.network.named_modules():
+        if name.startswith("blocks.") and isinstance(module, nn.Linear):
+            scales[f"{name}.weight"] = scale = (module.weight.abs().max() / 448.0).reshape(1)
+            module.weight = nn.Parameter((module.weight / scale).to(FP8), requires_grad=False)
+    fp8.install(rank.network, scales, fast=False)
 
 
 def run(network: nn.Module) -> Tensor:
@@ -269,5 +258,5 @@ def test_side_paths_keep_their_storage_within_a_bucket(rank: Rank, folder: Path)
     assert rank.state.layout > layout and set(rank.state.side_ranks.values()) == {32}
     rank.state.go([(a, 1.0)])
     assert torch.equal(run(rank.network), with_a)
-    hooks = [len(module._forward_hooks) for module in rank.network.modules() if isinstance(module, Fp8Linear)]
+    hooks = [len(module._forward_hooks) for module in rank.network.modules() if isinstance(module, fp8.Fp8Linear)]
     assert set(hooks) == {1}
