@@ -264,6 +264,10 @@ class Job:
         sigmas = [rows[0].sigma for rows in self.table.steps]
         return next((step for step, sigma in enumerate(sigmas) if sigma < self.files.boundary), steps)
 
+    def expert(self, step: int) -> Expert:
+        """The transformer of a step."""
+        return self.files.experts[-1 if step >= self.switch else 0]
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -32,6 +32,7 @@ class Residence:
         self._loading: set[tuple[int, Weights]] = set()
         self._buffers: dict[Weights, tuple[int, TensorRef] | None] = {}
         self._filled: set[Weights] = set()
+        self._held_back: set[tuple[int, Weights]] = set()
 
     def has(self, rank: int, weights: Weights) -> bool:
         return (rank, weights) in self._loaded
@@ -41,6 +42,8 @@ class Residence:
         missing = [rank for rank in ranks if not self.has(rank, weights)]
         if not missing:
             return True
+        if self.is_held_back(weights, ranks):
+            return False
         held = self._buffer(weights)
         if held is None or weights in self._filled:
             self._ask(weights, missing, held, writer=False)
@@ -64,10 +67,36 @@ class Residence:
         """The ranks were forked anew: nothing is resident, full buffers stay."""
         self._loaded.clear()
         self._loading.clear()
+        self._held_back.clear()
 
     def unload(self) -> None:
         """Tells all ranks to drop everything, and drops the buffers."""
         self._drop({*self._buffers, *(weights for _, weights in self._loaded)})
+
+    def make_room(self, rank: int, used: Collection[Weights]) -> bool:
+        """Drops from a rank what was used longest ago of what nobody uses; False if there is nothing."""
+        idle = [weights for other, weights in self._loaded if other == rank and weights not in used]
+        if not idle:
+            return False
+        self._pool.send(rank, Unload(self._next_seq(), (idle[0],)))
+        del self._loaded[rank, idle[0]]
+        return True
+
+    def hold_back(self, rank: int, asked: Collection[Weights]) -> None:
+        """Asks a rank for these no more until `release`: others work there, and the memory is theirs till then."""
+        self._held_back.update((rank, weights) for weights in asked)
+
+    def is_held_back(self, weights: Weights, ranks: tuple[int, ...]) -> bool:
+        return any((rank, weights) in self._held_back for rank in ranks)
+
+    def release(self) -> None:
+        """Some work ended: there may be room now."""
+        self._held_back.clear()
+
+    def touch(self, weights: Weights, ranks: tuple[int, ...]) -> None:
+        """Ranks use these weights now."""
+        for rank in ranks:
+            self._loaded[rank, weights] = self._loaded.pop((rank, weights))
 
     def drop_replaced(self, weights: Weights, used: Collection[Weights]) -> None:
         """Drops what the files of these weights were before they were replaced, unless a task still uses it."""

@@ -19,6 +19,7 @@ from ..errors import (
     Cancelled,
     InvalidJob,
     JobError,
+    OutOfMemory,
     OutOfStep,
     PipeDiTError,
     PoolError,
@@ -26,7 +27,7 @@ from ..errors import (
     explained,
     rebuild,
 )
-from ..job import Progress, Span, Stage
+from ..job import Progress, Span, Stage, Weights
 from ..wire.channel import close_all
 from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Message, Opened, Refused
 from .policies import Candidate, Policy, fcfs
@@ -96,8 +97,13 @@ class Scheduler:
         """Gives out everything that can be given out now."""
         if self.pool.state != "ready":
             return
+        starved: set[int] = set()
         for candidate in self.policy([self._candidate(task) for task in self.tasks.values()]):
             task = self.tasks[candidate.task]
+            if starved.intersection(task.ranks):
+                continue  # an earlier one waits for memory that this one would hold on to
+            if self.residence.is_held_back(task.weights, task.ranks):
+                starved.update(task.ranks)
             try:
                 self._serve(task)
             except JobError as error:
@@ -156,6 +162,7 @@ class Scheduler:
         if task is None or task.state != "open":
             return
         before = task.done
+        self.residence.release()
         task.leases[rank] -= 1
         task.reported[rank] = units_reported(message)
         task.accept(message, fds)
@@ -188,21 +195,35 @@ class Scheduler:
 
     def _refused(self, rank: int, message: Refused) -> None:
         error = rebuild(message.error, message.text)
-        for task in self._refused_tasks(message):
-            started = task.granted > task.first
-            if started and len(task.ranks) > 1:
-                # The other ranks wait in an exchange that will never complete: only a new world frees them.
-                self._end(task, error)
-                return self._lost(PoolError(f"rank {rank} gave up in mid-step: {message.text}"), ())
-            self._end(task, error)
+        if not message.job:
+            return self._load_refused(rank, error)
+        task = self.tasks.get(message.job)
+        if task is None:
+            return None
+        started = task.granted > task.first
+        self._end(task, error)
+        if started and len(task.ranks) > 1:
+            # The other ranks wait in an exchange that will never complete: only a new world frees them.
+            self._lost(PoolError(f"rank {rank} gave up in mid-step: {message.text}"), ())
         return None
 
-    def _refused_tasks(self, message: Refused) -> list[Task]:
-        """The task that a rank refused; for a refused load, every task that waits for those weights on that rank."""
-        if message.job:
-            return [self.tasks[message.job]] if message.job in self.tasks else []
-        waiting = self.residence.refused(message.rank)
-        return [task for task in self.tasks.values() if task.weights in waiting and task.state == "loading"]
+    def _load_refused(self, rank: int, error: PipeDiTError) -> None:
+        """Makes room on the rank, now or at the next boundary; ends the tasks that wait for the weights if it can't."""
+        asked = self.residence.refused(rank)
+        if isinstance(error, OutOfMemory) and self._makes_room(rank, asked):
+            return
+        for task in list(self.tasks.values()):
+            if task.weights in asked and task.state in ("loading", "open") and not task.busy:
+                self._end(task, error)
+
+    def _makes_room(self, rank: int, asked: set[Weights]) -> bool:
+        used = asked.union(*(task.in_use for task in self.tasks.values()))
+        if self.residence.make_room(rank, used):
+            return True
+        at_work = any(task.busy and rank in task.ranks for task in self.tasks.values())
+        if at_work:
+            self.residence.hold_back(rank, asked)
+        return at_work
 
     # -- giving out -------------------------------------------------------------------------------------------------
 
@@ -227,7 +248,11 @@ class Scheduler:
         used = {weights for other in self.tasks.values() for weights in other.needs}
         self.residence.drop_replaced(task.weights, used)
         task.state, task.since = "loading", time.monotonic()
-        task.ticket.report(Progress(Stage.LOADING, 0, 0, f"loading {task.weights.part} on {len(task.ranks)} ranks"))
+        self._report_loading(task)
+
+    def _report_loading(self, task: Task) -> None:
+        text = f"loading {task.weights.part} on {len(task.ranks)} ranks"
+        task.ticket.report(Progress(Stage.LOADING, task.done, task.units or 0, text))
 
     def _open(self, task: Task) -> None:
         if not self.residence.ensure(task.weights, task.ranks):
@@ -245,6 +270,9 @@ class Scheduler:
         while task.state == "open" and not task.cancelling and task.units is not None and task.granted < task.units:
             if any(self.leases_out(rank) >= LEASES_OUT for rank in task.ranks):
                 return
+            if not self.residence.ensure(task.weights, task.ranks):
+                return self._report_loading(task)
+            self.residence.touch(task.weights, task.ranks)
             last = min(task.units, task.granted + task.lease_units())
             if not task.busy:
                 task.since = time.monotonic()
@@ -259,7 +287,7 @@ class Scheduler:
         return sum(task.leases[rank] for task in self.tasks.values())
 
     def _owing(self, task: Task) -> tuple[int, ...]:
-        if task.state == "loading":
+        if task.state == "loading" or (task.state == "open" and not task.busy):
             return tuple(rank for rank in task.ranks if not self.residence.has(rank, task.weights))
         if task.state == "opening":
             return tuple(rank for rank in task.ranks if rank not in task.opened)
@@ -294,6 +322,7 @@ class Scheduler:
     def _drop(self, task: Task) -> None:
         self.tasks.pop(task.id, None)
         self._attempts.pop(task.id, None)
+        self.residence.release()
         if task.state in ("opening", "open") and self.pool.state == "ready":
             for rank in task.ranks:
                 self.pool.send(rank, Close(self._next_seq(), task.id))

@@ -85,7 +85,7 @@ class Task:
     stage = Stage.WAITING
 
     def __init__(self, ticket: Ticket, ordinal: int, ranks: tuple[int, ...], weights: Weights) -> None:
-        self.ticket, self.ordinal, self.ranks, self.weights = ticket, ordinal, ranks, weights
+        self.ticket, self.ordinal, self.ranks, self._weights = ticket, ordinal, ranks, weights
         self.fds = Fds()
         self.units: int | None = None
         self.first = 0
@@ -103,9 +103,19 @@ class Task:
         return self.ticket.id
 
     @property
+    def weights(self) -> Weights:
+        """What its next unit is computed with."""
+        return self._weights
+
+    @property
     def needs(self) -> tuple[Weights, ...]:
         """What it and what follows it are computed with."""
         return (self.weights,)
+
+    @property
+    def in_use(self) -> tuple[Weights, ...]:
+        """What may not be unloaded now."""
+        return (self.weights,) if self.state in ("opening", "open") else ()
 
     @property
     def done(self) -> int:
@@ -169,9 +179,18 @@ class ClipTask(Task):
         self._resume()
 
     @property
+    def weights(self) -> Weights:
+        return self.job.expert(self.granted).weights
+
+    @property
     def needs(self) -> tuple[Weights, ...]:
         experts = tuple(expert.weights for expert in self.job.files.experts)
         return experts if self.job.decode is None else (*experts, self.job.decode)
+
+    @property
+    def in_use(self) -> tuple[Weights, ...]:
+        """Between leases a rank holds nothing of its network."""
+        return (self.job.expert(self.done).weights,) if self.busy else ()
 
     def _resume(self) -> None:
         found = self.kept_latent.read()
@@ -200,8 +219,11 @@ class ClipTask(Task):
             kept=fds.add(os.dup(self.kept_latent.fd), self.kept_latent.ref), first_step=self.first)
 
     def max_units(self) -> int:
+        """No lease goes beyond the step at which the other expert takes over: its weights may have to be loaded."""
         rows = max(len(step) for step in self.job.table.steps)
-        return max(1, EVALUATIONS_OUT // (rows * self.job.branches))
+        most = max(1, EVALUATIONS_OUT // (rows * self.job.branches))
+        ahead = self.job.switch - self.granted
+        return min(most, ahead) if ahead > 0 else most
 
     def finish(self) -> Tensor:
         """The final latent float32 [1, C, T, h, w] in VAE space."""

@@ -54,36 +54,38 @@ class Denoise:
         if first != self._next:
             raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
         for step in range(first, last):
-            self._take_expert(step)
+            model = self._model(step)
             self._on_phase(f"step {step + 1} of {self.units}")
             for row in self._message.table.steps[step]:
-                self._state = advance(row, self._state, self._denoised(row), self._noises)
+                self._state = advance(row, self._state, self._denoised(model, row), self._noises)
             self._next = step + 1
             self._keep()
         return 0
 
-    def _take_expert(self, step: int) -> None:
-        """Makes the network of a step the one in use; what it is told is prepared for it anew."""
+    def _model(self, step: int) -> Any:
+        """The network of a step. What it is told is prepared once; the network itself is not held between leases, so
+        that it can be unloaded."""
         message = self._message
         expert = message.experts[-1 if step >= message.switch_step else 0]
-        if expert == self._expert:
-            return
-        self._model, self._expert = self._network(expert), expert
-        self._branches = [self._family.prepare(self._model, branch, message.latent.shape, self._mask, message.geometry)
-                          for branch in self._given]
+        model = self._network(expert)
+        if expert != self._expert:
+            self._expert = expert
+            self._branches = [self._family.prepare(model, branch, message.latent.shape, self._mask, message.geometry)
+                              for branch in self._given]
+        return model
 
-    def _denoised(self, row: Row) -> Tensor:
+    def _denoised(self, model: Any, row: Row) -> Tensor:
         """The guided estimate of the clean latent; where a mask keeps the start latent, that. As ComfyUI does."""
         if self._mask is None:
-            return self._guided(self._state.x, row.sigma)
-        kept = self._family.kept_part(self._model, self._latent, self._noise, row.sigma)
+            return self._guided(model, self._state.x, row.sigma)
+        kept = self._family.kept_part(model, self._latent, self._noise, row.sigma)
         seen = self._state.x * self._mask + kept * (1.0 - self._mask)
-        return self._guided(seen, row.sigma) * self._mask + self._latent * (1.0 - self._mask)
+        return self._guided(model, seen, row.sigma) * self._mask + self._latent * (1.0 - self._mask)
 
-    def _guided(self, x: Tensor, sigma: float) -> Tensor:
+    def _guided(self, model: Any, x: Tensor, sigma: float) -> Tensor:
         """x - sigma * v for each branch, then uncond + (cond - uncond) * cfg, in ComfyUI's order."""
         with self._context.using(self._layout):
-            estimates = [x - self._family.velocity(self._model, x, sigma, branch) * sigma for branch in self._branches]
+            estimates = [x - self._family.velocity(model, x, sigma, branch) * sigma for branch in self._branches]
         if len(estimates) == 1:
             return estimates[0]
         positive, negative = estimates
