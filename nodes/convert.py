@@ -1,4 +1,5 @@
-"""ComfyUI's LATENT, CONDITIONING and IMAGE to what the engine takes, and back: the only file that knows both.
+"""ComfyUI's LATENT, CONDITIONING and IMAGE to what the engine takes, and back: with conditioning.py, which reads one of
+them, the only files that know both.
 
 All checks that need no model are here, so that a graph fails with a clear text before anything is loaded or computed.
 """
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from comfyui_pipedit import sampling
 from comfyui_pipedit.errors import InvalidJob
-from comfyui_pipedit.job import Branch, DecodeRequest, EncodeRequest, Geometry, Job, ModelFiles, Tiling, Weights
+from comfyui_pipedit.job import DecodeRequest, EncodeRequest, Geometry, Job, ModelFiles, Tiling, Weights
+
+from . import conditioning
+from .conditioning import Conditioning
 
 Latent = Mapping[str, Any]
-Conditioning = Sequence[Sequence[Any]]
-IGNORED_KEYS = ("pooled_output",)
-"""Keys of a conditioning that ComfyUI's own Wan model ignores as well."""
 RATIO_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 EMPTY_LATENT = "EmptyHunyuanLatentVideo"
 
@@ -79,43 +80,24 @@ def checked_samples(samples: Any, geometry: Geometry, model: str) -> Tensor:
     return samples
 
 
-def refuse_noise_mask(latent: Latent) -> None:
-    """InvalidJob for a latent with a mask: sampling inside a mask comes later."""
-    if latent.get("noise_mask") is not None:
-        raise InvalidJob(
-            "the latent has a noise_mask; masks come in a later version: take the latent from before the mask was set"
-        )
+def noise_mask(latent: Latent, shape: Sequence[int]) -> Tensor | None:
+    """The mask of a LATENT for samples of `shape`, scaled as ComfyUI scales it: float32 [B, 1 or C, T, h, w], CPU.
 
-
-def embedding(conditioning: Conditioning, name: str, files: ModelFiles) -> Tensor:
-    """The text embedding float32 [N, L, D] of a CONDITIONING with one plain entry.
-
-    InvalidJob by name for several entries, for keys that would change the result, and for another text width.
+    A mask of fewer dimensions has a row a frame: [T, h, w], [T, 1, h, w] or [h, w]. InvalidJob for others.
     """
-    if len(conditioning) != 1:
-        raise InvalidJob(
-            f"{name} has {len(conditioning)} conditioning entries; combined or scheduled conditionings come in a "
-            "later version, connect one CLIP Text Encode directly"
-        )
-    text, extra = conditioning[0]
-    unknown = sorted(key for key, value in extra.items() if key not in IGNORED_KEYS and value is not None)
-    if unknown:
-        raise InvalidJob(
-            f"{name} carries {', '.join(unknown)}, which this version does not support; "
-            "connect CLIP Text Encode directly"
-        )
-    width = files.geometry.text_width
-    if text.dim() != 3 or text.shape[2] != width:
-        raise InvalidJob(
-            f"{name} has a text embedding {list(text.shape)} and {files.name} needs [1, length, {width}]; use "
-            "the clip of PipeDiT Loader, or CLIPLoader with this model's own text encoder"
-        )
-    return text.to("cpu", torch.float32)
-
-
-def item(texts: Tensor, index: int) -> Branch:
-    """The branch of one clip of a batch, text [1, L, D]: repeated over the batch as ComfyUI does."""
-    return Branch(texts[index % texts.shape[0]].unsqueeze(0))
+    mask = latent.get("noise_mask")
+    if mask is None:
+        return None
+    if not 2 <= mask.dim() <= 5 or (mask.dim() == 5 and mask.shape[1] > shape[1]) or 0 in mask.shape:
+        raise InvalidJob(f"the latent's noise_mask is {list(mask.shape)}, not [h, w], [frames, h, w] or "
+                         "[batch, 1, frames, h, w]")
+    mask = mask.to("cpu", torch.float32)
+    if mask.dim() < 5:
+        mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    mask = torch.nn.functional.interpolate(mask, size=tuple(shape[2:]), mode="trilinear")
+    channels = range(1) if mask.shape[1] == 1 else range(shape[1])
+    items = [item % mask.shape[0] for item in range(shape[0])]
+    return mask[items][:, [channel % mask.shape[1] for channel in channels]]
 
 
 def batch_noise(seed: int, samples: Tensor, batch_index: Sequence[int] | None) -> Tensor:
@@ -156,23 +138,24 @@ def jobs(
             f"negative is not connected and cfg is {settings.cfg}; connect a CLIP Text Encode (an empty text will do), "
             "or set cfg to 1"
         )
-    refuse_noise_mask(latent)
     samples = video_samples(latent, files.geometry, files.name)
     table = solver(settings, files)
     noise = batch_noise(settings.seed, samples, latent.get("batch_index"))
     noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises, settings.noise_offset)
-    texts = embedding(positive, "positive", files)
-    others = embedding(negative, "negative", files) if negative is not None and settings.cfg != 1.0 else None
+    count, mask = len(samples), noise_mask(latent, samples.shape)
+    told = conditioning.read(positive, "positive", files)
+    other = conditioning.read(negative, "negative", files) if negative is not None and settings.cfg != 1.0 else None
 
     def job(index: int) -> Job:
         clip = slice(index, index + 1)
         return Job(
             files=files,
-            positive=item(texts, index),
-            negative=None if others is None else item(others, index),
+            positive=told.branch(index, count),
+            negative=None if other is None else other.branch(index, count),
             latent=samples[clip],
             noise=noise[clip],
             noises=tuple(whole[clip] for whole in noises),
+            mask=None if mask is None else mask[clip],
             table=table,
             cfg=settings.cfg,
             seed=settings.seed,
@@ -181,7 +164,7 @@ def jobs(
             label=label,
         )
 
-    return [job(index) for index in range(samples.shape[0])]
+    return [job(index) for index in range(count)]
 
 
 def tiling(

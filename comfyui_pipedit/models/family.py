@@ -41,11 +41,13 @@ class Gather:
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
     """How a model runs on a slice of its tokens. `attention`: name patterns (fnmatch) of the self-attention modules
-    whose Q, K, V must be exchanged; all other modules work token by token or see tensors that every rank has whole."""
+    whose Q, K, V must be exchanged; all other modules work token by token or see tensors that every rank has whole.
+    beside: (module name, plan): what is added for a model that has such a module, as one of its variants does."""
 
     splits: tuple[Split, ...]
     gathers: tuple[Gather, ...]
     attention: tuple[str, ...]
+    beside: tuple[tuple[str, SequencePlan], ...] = ()
 
 
 class WeightSource(Protocol):

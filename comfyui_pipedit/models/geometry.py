@@ -10,10 +10,14 @@ from ..job import Geometry
 
 def to_model(latent: Tensor, geometry: Geometry) -> Tensor:
     """(latent - mean) / std by channel; an all-zero latent stays zero, as in ComfyUI. [1, C, T, h, w] float32."""
-    if not torch.count_nonzero(latent):
-        return latent
-    mean, std = _statistics(latent, geometry)
-    return (latent - mean) / std
+    return normalised(latent, geometry) if torch.count_nonzero(latent) else latent
+
+
+def normalised(latents: Tensor, geometry: Geometry) -> Tensor:
+    """(latent - mean) / std by channel of one or more latents side by side, [B, k * C, T, h, w], zero or not."""
+    mean, std = _statistics(latents, geometry)
+    groups = latents.unflatten(1, (-1, geometry.channels))
+    return ((groups - mean) / std).flatten(1, 2)
 
 
 def to_vae(latent: Tensor, geometry: Geometry) -> Tensor:

@@ -57,8 +57,11 @@ def install(module: nn.Module, plan: SequencePlan, context: Context) -> Undo:
 
     LoadError, before anything is hooked, if a name of the plan does not exist in the model.
     """
-    exchanged = [found for pattern in plan.attention for found in _matching(module, pattern)]
-    entries: tuple[Split | Gather, ...] = (*plan.splits, *plan.gathers)
+    plans = (plan, *(more for name, more in plan.beside if hasattr(module, name)))
+    exchanged = [found for each in plans for pattern in each.attention for found in _matching(module, pattern)]
+    entries: list[Split | Gather] = []
+    for each in plans:
+        entries += [*each.splits, *each.gathers]
     placed = [(_find(module, entry.module), entry) for entry in entries]
     if exchanged:
         attention.install()

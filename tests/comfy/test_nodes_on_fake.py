@@ -313,9 +313,9 @@ def test_sampler_refuses_by_name(fake: Client, widgets: dict[str, Any], parts: l
     ("what", "parts"),
     [
         ("two entries", ["positive has 2 conditioning entries"]),
-        ("control", ["positive carries control, strength"]),
+        ("control", ["positive carries control,"]),
         ("wide", ["[1, 16, 4096]", "[1, length, 64]"]),
-        ("mask", ["noise_mask"]),
+        ("mask", ["noise_mask is [8]"]),
     ],
 )
 def test_inputs_that_are_not_supported_are_named(fake: Client, what: str, parts: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from comfyui_pipedit.errors import InvalidJob
 from comfyui_pipedit.job import Geometry, ModelFiles, Weights
 from nodes import convert
+from nodes.conditioning import read
 
 GEOMETRY = Geometry(16, 8, 4, (1, 2, 2), 64, 16, 8, (0.0,) * 16, (1.0,) * 16)
 FILES = ModelFiles("toy", GEOMETRY, Weights("wan", "transformer", "/toy"), shift=3.0)
@@ -84,19 +86,67 @@ def test_nested_latents() -> None:
     [
         ([*TEXT, *TEXT], "2 conditioning entries"),
         ([], "0 conditioning entries"),
-        ([[TEXT[0][0], {"concat_latent_image": 1, "area": (1, 1)}]], "carries area, concat_latent_image"),
+        ([[TEXT[0][0], {"control": 1, "area": (1, 1), "concat_mask": None}]], "carries area, control,"),
+        ([[TEXT[0][0], {"start_percent": 0.2, "end_percent": 1.0, "hooks": 1}]], "carries hooks, start_percent,"),
+        ([[TEXT[0][0], {"gligen": 1, "mask": 1, "strength": 0.0}]], "carries gligen, mask, strength,"),
+        ([[TEXT[0][0], {"time_dim_concat": torch.zeros(1, 16, 1, 8, 8)}]], "carries time_dim_concat,"),
         ([[torch.zeros(1, 77, 768), {}]], r"\[1, 77, 768\] and toy needs \[1, length, 64\]"),
         ([[torch.zeros(16, 64), {}]], r"\[16, 64\]"),
     ],
 )
 def test_conditionings_that_are_not_one_plain_text(conditioning: Any, text: str) -> None:
     with pytest.raises(InvalidJob, match=text):
-        convert.embedding(conditioning, "positive", FILES)
+        read(conditioning, "positive", FILES)
 
 
 def test_keys_that_core_ignores_for_wan_are_no_reason_to_refuse() -> None:
-    found = convert.embedding([[TEXT[0][0], {"pooled_output": torch.ones(1, 768), "control": None}]], "positive", FILES)
-    assert torch.equal(found, TEXT[0][0])
+    ignored = {"pooled_output": torch.ones(1, 768), "control": None, "guidance": 3.5, "reference_latents": [1],
+               "start_percent": 0.0, "end_percent": 1.0, "strength": 0.4}
+    found = read([[TEXT[0][0], ignored]], "positive", FILES).branch(0, 1)
+    assert torch.equal(found.text, TEXT[0][0]) and not found.extras
+
+
+def test_what_a_model_may_read_goes_along_by_cores_names() -> None:
+    images = SimpleNamespace(penultimate_hidden_states=torch.ones(1, 257, 5))
+    guides = [torch.full((1, 2, 1, 1, 1), float(i)) for i in range(2)]
+    extra = {"concat_latent_image": torch.ones(1, 16, 3, 8, 8), "concat_mask": torch.zeros(1, 1, 3, 8, 8),
+             "concat_mask_index": 16, "clip_vision_output": images, "vace_frames": guides, "vace_mask": guides,
+             "vace_strength": [0.5, 2]}
+    found = read([[TEXT[0][0], extra]], "positive", FILES).branch(0, 1).extras
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
+        "concat_latent_image": [1, 16, 3, 8, 8], "concat_mask": [1, 1, 3, 8, 8], "concat_mask_index": [1],
+        "clip_vision_output": [1, 257, 5], "vace_frames": [2, 2, 1, 1, 1], "vace_mask": [2, 2, 1, 1, 1],
+        "vace_strength": [2]}
+    assert found["vace_frames"].flatten().tolist() == [0, 0, 1, 1] and found["vace_strength"].tolist() == [0.5, 2.0]
+
+
+def test_guides_of_different_sizes_are_refused_with_their_sizes() -> None:
+    guides = [torch.zeros(1, 32, 3, 8, 8), torch.zeros(1, 32, 4, 8, 8)]
+    told = read([[TEXT[0][0], {"vace_frames": guides}]], "positive", FILES)
+    with pytest.raises(InvalidJob, match=r"\[32, 3, 8, 8\], \[32, 4, 8, 8\]"):
+        told.branch(0, 1)
+
+
+@pytest.mark.parametrize(("have", "count", "expected"), [
+    (1, 3, [0, 0, 0]), (2, 3, [0, 1, 1]), (3, 2, [0, 2]), (4, 1, [0]), (2, 5, [0, 0, 1, 1, 1]), (5, 3, [0, 2, 4]),
+])
+def test_images_are_stretched_over_a_batch(have: int, count: int, expected: list[int]) -> None:
+    image = torch.arange(float(have)).view(-1, 1, 1, 1, 1)
+    told = read([[TEXT[0][0], {"concat_latent_image": image}]], "positive", FILES)
+    assert [told.branch(i, count).extras["concat_latent_image"].item() for i in range(count)] == expected
+
+
+def test_an_unequal_number_of_masks_and_clips_starts_again() -> None:
+    mask = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 3, 8, 8)
+    found = convert.jobs(FILES, TEXT, TEXT, {**latent(3, 16, 3, 8, 8), "noise_mask": mask}, settings())
+    assert [job.mask.mean().item() for job in found if job.mask is not None] == [0.0, 1.0, 0.0]
+    assert all(job.mask is None for job in convert.jobs(FILES, TEXT, TEXT, latent(), settings()))
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 1, 1, 3, 8, 8), (1, 17, 3, 8, 8), (0, 8, 8)])
+def test_masks_of_another_kind(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidJob, match=r"noise_mask is \["):
+        convert.jobs(FILES, TEXT, TEXT, {**latent(), "noise_mask": torch.zeros(shape)}, settings())
 
 
 @pytest.mark.parametrize(

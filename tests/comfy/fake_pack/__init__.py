@@ -182,7 +182,7 @@ class FakeSource(io.ComfyNode):
         elif what == "wide":
             text = [[torch.zeros(1, 16, 4096), {"pooled_output": None}]]
         elif what == "mask":
-            latent = {**latent, "noise_mask": torch.ones(1, 1, 8, 8)}
+            latent = {**latent, "noise_mask": torch.ones(8)}
         elif what == "two texts":
             text = [[torch.cat([text[0][0], text[0][0] + 1]), text[0][1]]]
         return io.NodeOutput(text, latent)
