@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import toy
-from gates import MakeGate, until
+from gates import MakeGate
 from torch import Tensor
 
 from comfyui_pipedit.errors import OutOfMemory
 from comfyui_pipedit.host.engine import Engine
+from comfyui_pipedit.host.residence import Residence
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Job, ModelFiles, Weights
 from comfyui_pipedit.sampling import advance, finish, start
+from comfyui_pipedit.wire.messages import Loaded, Message, Unload
 
 SECONDS = 30.0
 NARROW = str(Path(__file__).with_name("narrow_family.py"))
@@ -94,17 +97,43 @@ def test_clips_take_turns_on_the_one_place(engine: Engine) -> None:
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
-def test_a_network_in_use_is_not_unloaded_and_the_other_waits_for_it(engine: Engine, gate: MakeGate) -> None:
+def test_a_network_in_use_is_not_unloaded(engine: Engine, gate: MakeGate) -> None:
     hold = gate(0, "^step 2 of 4$")
     first = engine.submit(job(4))
     hold.wait()
     second = engine.submit(job(0, seed=3))
-    until(lambda: engine.scheduler.residence.is_held_back(files().transformer_low, (0, 1)))
-    assert not second.done()
-    assert engine.scheduler.residence.has(0, files().transformer)
     hold.open()
     assert torch.allclose(result(first), by_hand(job(4)), atol=1e-5)
     assert torch.allclose(result(second), by_hand(job(0, seed=3)), atol=1e-5)
+
+
+class Recorder:
+    """A pool of one CPU rank that is told things and does nothing."""
+
+    devices = ("cpu:0",)
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, rank: int, message: Message, fds: object = ()) -> None:
+        self.sent.append(message)
+
+
+def test_weights_held_back_are_asked_for_again_when_work_ended() -> None:
+    pool, numbers = Recorder(), itertools.count(1)
+    residence = Residence(pool, lambda: next(numbers))
+    high, low = (expert.weights for expert in files().experts)
+    assert not residence.ensure(high, (0,))
+    residence.loaded(0, Loaded(0, high, 1))
+    assert residence.ensure(high, (0,)) and not residence.ensure(low, (0,))
+    assert residence.refused(0) == {low}
+    assert not residence.make_room(0, used={high, low})
+    residence.hold_back(0, {low})
+    assert not residence.ensure(low, (0,)) and len(pool.sent) == 2
+    residence.release()
+    assert not residence.ensure(low, (0,)) and len(pool.sent) == 3
+    assert residence.make_room(0, used={low}) and not residence.has(0, high)
+    assert isinstance(pool.sent[-1], Unload) and pool.sent[-1].weights == (high,)
 
 
 def test_what_never_fits_is_an_error_of_that_clip_alone(engine: Engine) -> None:
