@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("a", "red", "green", "blue", "circle", "square", "moving", "left", "right", "on", "black", "background")
-TEXT_WIDTH, TEXT_TOKENS = 32, 16
+TEXT_WIDTH, TEXT_TOKENS, IMAGE_WIDTH = 32, 16, 24
+VARIANTS: dict[str, dict[str, Any]] = {
+    "t2v": {},
+    "i2v-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH},
+    "flf-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH, "pos_embed_seq_len": 10},
+    "i2v-2.2": {"in_channels": 36},
+    "ti2v": {"in_channels": 48, "out_channels": 48},
+    "vace": {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 96},
+}
+"""What the configs of Wan's variants have else than text to video; image keys are as wide as the network."""
 
 
 def use_worker_site() -> None:
@@ -40,13 +49,31 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def transformer(**changes: Any) -> nn.Module:
-    """4 heads of 16, 2 layers."""
-    from diffusers import WanTransformer3DModel
+    """diffusers' own network: 4 heads of 16, 2 layers; `changes` may be one of VARIANTS."""
+    from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
-    config = {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16,
-              "out_channels": 16, "text_dim": TEXT_WIDTH, "freq_dim": 64, "ffn_dim": 128, "num_layers": 2,
-              "rope_max_seq_len": 64, **changes}
-    return randomise(WanTransformer3DModel(**config)).eval()
+    config: dict[str, Any] = {
+        "patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16,
+        "out_channels": 16, "text_dim": TEXT_WIDTH, "freq_dim": 64, "ffn_dim": 128, "num_layers": 2,
+        "rope_max_seq_len": 64, **changes}
+    if config.get("image_dim"):
+        config["added_kv_proj_dim"] = config["num_attention_heads"] * config["attention_head_dim"]
+    kind = WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel
+    return randomise(kind(**config)).eval()
+
+
+class Weights:
+    """The weights of a network of diffusers as a family takes them (models.family.WeightSource)."""
+
+    root = Path("tiny")
+
+    def __init__(self, network: nn.Module, device: Any = "cpu") -> None:
+        import torch
+
+        self.network, self.device, self.config = network, torch.device(device), dict(network.config)
+
+    def tensors(self) -> Any:
+        return ((name, tensor.to(self.device)) for name, tensor in self.network.state_dict().items())
 
 
 def vae() -> nn.Module:

@@ -47,10 +47,10 @@ def concat_channels(config: Any, extras: Mapping[str, Tensor], shape: tuple[int,
     if given is None:
         return torch.zeros(1, free, *shape[2:])
     image = _image(given, shape, geometry)
-    beside_mask = free - MASK_CHANNELS
-    if image.shape[1] == beside_mask or (image.shape[1] != free and _makes_video_of_an_image(config)):
+    beside_mask, fits = free - MASK_CHANNELS, image.shape[2] == shape[2]
+    if fits and (image.shape[1] == beside_mask or (image.shape[1] != free and _makes_video_of_an_image(config))):
         image = _with_mask(image[:, :beside_mask], extras, shape, mask)
-    if image.shape != (1, free, *shape[2:]):
+    if not fits or image.shape[1] != free:
         raise InvalidJob(
             f"{CONCAT} is {list(given.shape)} and the clip's latent {list(shape)}: this network takes {free} more "
             f"channels (or {beside_mask} and a mask) of the same {shape[2]} latent frames; use the node of this "
