@@ -30,7 +30,7 @@ class DiffusersFolder:
     def parts(self) -> tuple[str, ...]:
         """Transformer and VAE always, a text encoder where model_index.json names one."""
         if not self.path.is_dir():
-            raise LoadError(f"{self.path} is not a folder")
+            raise LoadError(f"{self.path} is missing: neither a folder nor a file")
         entry = read_json(self.path / INDEX).get(FOLDERS["text"])
         has_text = isinstance(entry, list) and bool(entry[0])
         return ("transformer", "vae", "text") if has_text else ("transformer", "vae")

@@ -98,11 +98,11 @@ def _refuse_formats(formats: Mapping[str, str], file: str) -> None:
 
 def _check(found: Split, formats: Mapping[str, str], file: str) -> None:
     """LoadError for scales without a weight, scales of more than one value, and stated formats that are not there."""
-    for ending, group in (("scale", found.scales), ("input scale", found.inputs)):
+    for what, group in (("a scale", found.scales), ("an input scale", found.inputs)):
         for layer, entry in group.items():
             if f"{layer}.weight" not in found.tensors:
-                raise LoadError(f"{file} has a {ending} of {layer} and no weight for it")
-            if ending == "scale" and (entry.num_values != 1 or not entry.dtype.is_floating_point):
+                raise LoadError(f"{file} has {what} of {layer} and no weight for it")
+            if group is found.scales and (entry.num_values != 1 or not entry.dtype.is_floating_point):
                 raise LoadError(f"{file}: the scale of {layer} is {list(entry.shape)} {entry.dtype}; only one value a "
                                 f"layer is handled; {CHOICE}")
     for layer, name in formats.items():

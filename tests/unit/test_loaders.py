@@ -107,7 +107,7 @@ def test_an_open_vocabulary_is_not_listed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    (lambda f: shutil.rmtree(f), "is not a folder"),
+    (lambda f: shutil.rmtree(f), "is missing: neither a folder nor a file"),
     (lambda f: (f / "model_index.json").unlink(), r"model_index.json is missing"),
     (lambda f: (f / "model_index.json").write_text("{"), r"model_index.json cannot be read as JSON"),
     (lambda f: (f / "model_index.json").write_text("[]"), "should hold a JSON object, not a list"),
