@@ -1,4 +1,4 @@
-"""Wan 2.1's causal VAE: decode latent frame by latent frame, tiled decode, encode.
+"""Wan's causal VAEs, 2.1 and 2.2: decode latent frame by latent frame, tiled decode, encode.
 
 The network walks a clip with a cache of each convolution's last inputs, so its decode can stop after any latent frame.
 The cache is ours and not the network's own, so that several decodes may take turns on one network.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
 
 from ..errors import InvalidJob
@@ -49,7 +50,8 @@ def stream(vae: AutoencoderKLWan, latent: Tensor) -> Iterator[Tensor]:
     cells = vae.post_quant_conv(latent.to(vae.post_quant_conv.weight))
     cache = [None] * vae._cached_conv_counts["decoder"]
     for i in range(cells.shape[2]):
-        yield vae.decoder(cells[:, :, i:i + 1], feat_cache=cache, feat_idx=[0], first_chunk=i == 0)
+        samples = vae.decoder(cells[:, :, i:i + 1], feat_cache=cache, feat_idx=[0], first_chunk=i == 0)
+        yield unpatchify(samples, vae.config.patch_size or 1)
 
 
 def to_frames(samples: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def vae_encode(vae: AutoencoderKLWan, frames: Tensor) -> Tensor:
     As ComfyUI does: rows and columns beyond the spatial factor are cut evenly on both sides, frames beyond a multiple
     of the temporal factor plus one at the end. InvalidJob for frames smaller than one latent cell.
     """
-    scale = 2 ** (len(vae.config.dim_mult) - 1)
+    scale = 2 ** (len(vae.config.dim_mult) - 1) * (vae.config.patch_size or 1)
     if frames.dim() != 4 or frames.shape[0] < 1 or min(frames.shape[1:3]) < scale or frames.shape[3] < 3:
         raise InvalidJob(f"frames to encode are [F, H, W, 3], at least one of {scale}x{scale} pixels, "
                          f"not {list(frames.shape)}")
