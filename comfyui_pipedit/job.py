@@ -51,11 +51,11 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class LoraUse:
-    """A LoRA file at some strength. path: absolute."""
+    """A LoRA file at some strength. path: absolute; stamp: the state that the file was in when the graph read it."""
 
     path: str
+    stamp: str
     strength: float
-    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,24 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ..errors import LoadError
+from ..job import LoraUse
 from . import lora_keys
 from .safetensors_file import Entry, read_entries
 
 INPUT_LAYERS = ("patch_embedding.weight",)
 """Weights whose inputs differ between Wan's variants: a LoRA for another variant leaves them alone, as in ComfyUI."""
-
-
-class LoraEntry(NamedTuple):
-    """One link of a chain of LoRAs, as a key."""
-
-    path: str
-    stamp: str
-    strength: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +83,9 @@ class LoraFile:
     strange: tuple[str, ...] = ()
     looks_like: str = ""
 
-    def entry(self, strength: float) -> LoraEntry:
+    def use(self, strength: float) -> LoraUse:
         """This file at a strength, as a key."""
-        return LoraEntry(self.path, self.stamp, strength)
+        return LoraUse(self.path, self.stamp, strength)
 
     @contextmanager
     def open(self) -> Iterator[Callable[[str], Tensor]]:

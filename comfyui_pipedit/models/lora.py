@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..loaders.lora import Adapter, LoraEntry, LoraFile, LoraReport, fit
+from ..job import LoraUse
+from ..loaders.lora import Adapter, LoraFile, LoraReport, fit
 
 Chain = Sequence[tuple[LoraFile, float]]
 Originals = Callable[[Sequence[str]], Iterable[tuple[str, Tensor]]]
@@ -37,13 +38,13 @@ SMALLEST_BUCKET = 16
 class Change:
     """One link of the chain at one parameter."""
 
-    entry: LoraEntry
+    use: LoraUse
     adapter: Adapter
     read: Callable[[str], Tensor]
 
     @property
     def factor(self) -> float:
-        return self.entry.strength * self.adapter.scale
+        return self.use.strength * self.adapter.scale
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """(down, up) or (difference,) on a device, in the file's dtype."""
@@ -98,16 +99,16 @@ class LoraState:
     def __init__(self, network: nn.Module, originals: Originals, *, shared: bool,
                  compute: torch.dtype = torch.bfloat16) -> None:
         self._network, self._originals, self._shared, self._compute = network, originals, shared, compute
-        self._key: tuple[LoraEntry, ...] | None = ()
+        self._key: tuple[LoraUse, ...] | None = ()
         self._reports: tuple[LoraReport, ...] = ()
-        self._holds: dict[str, tuple[LoraEntry, ...]] = {}
+        self._holds: dict[str, tuple[LoraUse, ...]] = {}
         self._unsure: set[str] = set()
         self._sides: dict[str, SidePath] = {}
         self.layout = 0
         """Changes when the storage or the shapes of side paths do: graphs captured before are then void."""
 
     @property
-    def key(self) -> tuple[LoraEntry, ...] | None:
+    def key(self) -> tuple[LoraUse, ...] | None:
         """(path, stamp, strength) of each link; None after a change that failed midway."""
         return self._key
 
@@ -124,7 +125,7 @@ class LoraState:
         written the state is unknown (`key` is None), and the next call writes those weights anew.
         """
         links = [(file, float(strength)) for file, strength in chain if strength]
-        key = tuple(file.entry(strength) for file, strength in links)
+        key = tuple(file.use(strength) for file, strength in links)
         if key == self._key:
             return self._reports
         tensors = self._network.state_dict(keep_vars=True)
@@ -133,7 +134,7 @@ class LoraState:
         reports = tuple(fit(file, shapes, fp8) for file, _ in links)
         with ExitStack() as files, torch.inference_mode(False), torch.no_grad():
             changes = _changes(links, reports, files)
-            holds = {name: tuple(change.entry for change in found) for name, found in changes.items()}
+            holds = {name: tuple(change.use for change in found) for name, found in changes.items()}
             self._unsure |= {name for name in {*holds, *self._holds} if holds.get(name) != self._holds.get(name)}
             self._key = None
             self._write(tensors, fp8, changes)
@@ -174,7 +175,7 @@ def _changes(links: Chain, reports: Sequence[LoraReport], files: ExitStack) -> d
     for (file, strength), report in zip(links, reports, strict=True):
         read = files.enter_context(file.open())
         for adapter in report.matched:
-            changes.setdefault(adapter.parameter, []).append(Change(file.entry(strength), adapter, read))
+            changes.setdefault(adapter.parameter, []).append(Change(file.use(strength), adapter, read))
     return changes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import models
 from ..errors import OutOfStep
-from ..job import Expert
+from ..job import Branch, Expert
 from ..models.geometry import to_model, to_vae
 from ..parallel.sequence import Context
 from ..sampling import Row, State, advance, finish, start
@@ -20,6 +20,7 @@ from ..wire.buffer import KeptLatent
 from ..wire.messages import Open
 from .device import Device
 from .inputs import Inputs, layout
+from .residency import Residency
 
 
 class Denoise:
@@ -28,10 +29,10 @@ class Denoise:
 
     name = "denoise"
 
-    def __init__(self, message: Open, fds: Sequence[int], network: Callable[[Expert], Any], context: Context,
-                 device: Device, on_phase: Callable[[str], None]) -> None:
-        """network: the resident transformer of an expert, with its LoRAs."""
-        self._message, self._network, self._context, self._on_phase = message, network, context, on_phase
+    def __init__(self, message: Open, fds: Sequence[int], residency: Residency, context: Context, device: Device,
+                 on_phase: Callable[[str], None]) -> None:
+        """InvalidJob or LoadError for what the first expert does not take, before any rank begins."""
+        self._message, self._residency, self._context, self._on_phase = message, residency, context, on_phase
         self._family, inputs = models.family(message.experts[0].weights.family), Inputs(fds, device)
         self._given = [inputs.branch(ref) for ref in (message.positive, message.negative) if ref is not None]
         self._noises = [inputs.tensor(ref) for ref in message.noises]
@@ -42,7 +43,8 @@ class Denoise:
         self._state = self._resumed(device) if message.first_step else start(message.table, self._noise, self._latent)
         self._layout = layout(message.plan, message.geometry, message.latent.shape)
         self._next = message.first_step
-        self._expert: Expert | None = None
+        self._expert = self._expert_of(self._next)
+        self._branches = self._prepared(residency.check(self._expert))
 
     @property
     def units(self) -> int:
@@ -54,7 +56,7 @@ class Denoise:
         if first != self._next:
             raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
         for step in range(first, last):
-            model = self._model(step)
+            model = self._take(step)
             self._on_phase(f"step {step + 1} of {self.units}")
             for row in self._message.table.steps[step]:
                 self._state = advance(row, self._state, self._denoised(model, row), self._noises)
@@ -62,17 +64,22 @@ class Denoise:
             self._keep()
         return 0
 
-    def _model(self, step: int) -> Any:
-        """The network of a step. What it is told is prepared once; the network itself is not held between leases, so
-        that it can be unloaded."""
-        message = self._message
-        expert = message.experts[-1 if step >= message.switch_step else 0]
-        model = self._network(expert)
+    def _take(self, step: int) -> Any:
+        """The network of a step. It is not held between leases, so that it can be unloaded."""
+        expert = self._expert_of(step)
+        model = self._residency.take(expert)
         if expert != self._expert:
-            self._expert = expert
-            self._branches = [self._family.prepare(model, branch, message.latent.shape, self._mask, message.geometry)
-                              for branch in self._given]
+            self._expert, self._branches = expert, self._prepared(model)
         return model
+
+    def _expert_of(self, step: int) -> Expert:
+        return self._message.experts[-1 if step >= self._message.switch_step else 0]
+
+    def _prepared(self, model: Any) -> list[Branch]:
+        """What a network is told in each branch."""
+        message = self._message
+        return [self._family.prepare(model, branch, message.latent.shape, self._mask, message.geometry)
+                for branch in self._given]
 
     def _denoised(self, model: Any, row: Row) -> Tensor:
         """The guided estimate of the clean latent; where a mask keeps the start latent, that. As ComfyUI does."""

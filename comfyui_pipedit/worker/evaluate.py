@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .. import models
-from ..job import Expert
 from ..parallel.sequence import Context
 from ..wire.messages import Evaluate as Message
 from .device import Device
 from .inputs import Inputs, layout
+from .residency import Residency
 
 
 class Evaluate:
@@ -19,12 +18,12 @@ class Evaluate:
     name = "evaluate"
     units = 1
 
-    def __init__(self, message: Message, fds: Sequence[int], network: Callable[[Expert], Any], context: Context,
-                 device: Device, on_phase: Callable[[str], None]) -> None:
-        """network: the resident transformer of an expert, with its LoRAs. InvalidJob for what it does not take."""
+    def __init__(self, message: Message, fds: Sequence[int], residency: Residency, context: Context, device: Device,
+                 on_phase: Callable[[str], None]) -> None:
+        """InvalidJob or LoadError for what the network does not take."""
         inputs, geometry, shape = Inputs(fds, device), message.geometry, message.x.shape
-        self._message, self._network, self._context, self._on_phase = message, network, context, on_phase
-        self._family, model = models.family(message.expert.weights.family), network(message.expert)
+        self._message, self._residency, self._context, self._on_phase = message, residency, context, on_phase
+        self._family, model = models.family(message.expert.weights.family), residency.check(message.expert)
         self._x, mask = inputs.tensor(message.x), inputs.mask(message.mask)
         self._branches = [self._family.prepare(model, inputs.branch(ref), shape, mask, geometry)
                           for ref in message.branches]
@@ -34,7 +33,7 @@ class Evaluate:
     def run(self, first: int, last: int) -> int:
         """Does the call. Returns 0: frames are the decode's."""
         self._on_phase(f"evaluation at sigma {self._message.sigma:.4g}")
-        model = self._network(self._message.expert)
+        model = self._residency.take(self._message.expert)
         with self._context.using(self._layout):
             found = [self._family.velocity(model, self._x, self._message.sigma, branch) for branch in self._branches]
         if self._context.rank == self._message.plan.denoise.leader:

@@ -7,7 +7,7 @@ of the host map. On a GPU tensors are copied there and converted there. Weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from .. import loaders, models
 from ..errors import LoadError, OutOfStep
-from ..job import Weights
+from ..job import Expert, LoraUse, Weights
 from ..loaders import precision
+from ..loaders.lora import LoraFile, fit, read_lora
 from ..loaders.precision import FP8, Rules, Slot, true_values
 from ..models import fp8
+from ..models.lora import LoraState
 from ..parallel import sequence
 from ..parallel.sequence import Context
 from .device import Device
@@ -51,18 +53,43 @@ class PlacedWeights:
     def device(self) -> torch.device:
         return self._device.torch
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor."""
+        return {name: entry.shape for name, entry in self._files.entries.items()}
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What the network computes in."""
+        return self._rules.compute
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) on the device, in the dtype to be held in. Scales of what comes in fp8 go into `in_fp8`."""
-        layout = {} if self._buffer is None else loaders.buffer_layout(self.weights, self._files, self._rules.compute)
-        for name, tensor in self._files.mapped():
-            scale = self._scales.get(name)
-            if name in layout:
-                held = self._shared(layout[name], tensor, scale)
-            else:
-                held = self._held(name, tensor.to(self.device), scale)
+        for name, stored, held in self._placed(self._files.entries):
             if held.dtype in FP8:
-                self.in_fp8[name] = scale if self._rules.stays(name, tensor.dtype, scale is not None) else None
+                scale = self._scales.get(name)
+                self.in_fp8[name] = scale if self._rules.stays(name, stored, scale is not None) else None
             yield name, held
+
+    def again(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """What `tensors` gave for these names, for a network that is resident: nothing shared is written."""
+        self._writer = False
+        return ((name, held) for name, _, held in self._placed(names))
+
+    def _placed(self, names: Collection[str]) -> Iterator[tuple[str, torch.dtype, Tensor]]:
+        """(name, stored dtype, tensor to be held) in the files' order."""
+        for name, tensor in self._files.mapped():
+            if name not in names:
+                continue
+            scale = self._scales.get(name)
+            if name in self._layout:
+                yield name, tensor.dtype, self._shared(self._layout[name], tensor, scale)
+            else:
+                yield name, tensor.dtype, self._held(name, tensor.to(self.device), scale)
+
+    @cached_property
+    def _layout(self) -> dict[str, Slot]:
+        return {} if self._buffer is None else loaders.buffer_layout(self.weights, self._files, self._rules.compute)
 
     @cached_property
     def _files(self) -> loaders.WeightFiles:
@@ -93,19 +120,50 @@ class PlacedWeights:
         return converted
 
 
+class Adapted:
+    """A resident transformer whose weights hold the LoRAs of one expert after the other (models/lora.py)."""
+
+    def __init__(self, network: nn.Module, source: PlacedWeights, on_phase: Callable[[str], None], *,
+                 shared: bool) -> None:
+        """shared: other ranks see the same weights, so that these are never written to."""
+        self.network, self._on_phase = network, on_phase
+        self._uses: tuple[LoraUse, ...] | None = ()
+        self._state = LoraState(network, source.again, shared=shared, compute=source.compute)
+
+    def take(self, uses: tuple[LoraUse, ...]) -> nn.Module:
+        """The network with these LoRAs. LoadError if one has no effect, does not fit, or was changed."""
+        if uses != self._uses:
+            self._uses = None
+            self._on_phase("changing LoRAs")
+            self._state.go([(lora_as_read(use), use.strength) for use in uses])
+            self._uses = uses
+        return self.network
+
+
+def lora_as_read(use: LoraUse) -> LoraFile:
+    """The file of a use. LoadError if it is not the one that the graph read."""
+    file = read_lora(use.path)
+    if file.stamp != use.stamp:
+        raise LoadError(f"{use.path} was changed after the graph had read it; queue again to use what is there now")
+    return file
+
+
 class Residency:
     """Weights key -> network. Transformers get the exchange hooked in once, when they are loaded."""
 
     def __init__(self, device: Device, context: Context, on_phase: Callable[[str], None]) -> None:
         self._device, self._context, self._on_phase = device, context, on_phase
         self._networks: dict[Weights, Any] = {}
+        self._sources: dict[Weights, PlacedWeights] = {}
+        self._adapted: dict[Weights, Adapted] = {}
 
     def load(self, weights: Weights, buffer: Tensor | None = None, writer: bool = True) -> int:
         """Makes a network resident; its bytes, mapped or not. LoadError if files are missing or misfit."""
         if weights not in self._networks:
             self._on_phase(f"loading {weights.part}")
             with torch.inference_mode(False), torch.no_grad():
-                self._networks[weights] = self._build(weights, PlacedWeights(weights, self._device, buffer, writer))
+                source = PlacedWeights(weights, self._device, buffer, writer)
+                self._networks[weights], self._sources[weights] = self._build(weights, source), source
             self._device.synchronize()
         return sum(tensor.numel() * tensor.element_size() for tensor in self._networks[weights].parameters())
 
@@ -115,10 +173,31 @@ class Residency:
             raise OutOfStep(f"{weights.part} of {weights.path} was asked for before it was loaded")
         return self._networks[weights]
 
+    def check(self, expert: Expert) -> Any:
+        """The resident transformer of an expert, whatever LoRAs it holds now. LoadError if one of the expert's has no
+        effect, does not fit, or was changed."""
+        network = self.get(expert.weights)
+        if expert.loras:
+            source = self._sources[expert.weights]
+            for use in expert.loras:
+                fit(lora_as_read(use), source.shapes, source.in_fp8)
+        return network
+
+    def take(self, expert: Expert) -> Any:
+        """The resident transformer of an expert, holding its LoRAs."""
+        network = self.get(expert.weights)
+        if not expert.loras and expert.weights not in self._adapted:
+            return network
+        if expert.weights not in self._adapted:
+            self._adapted[expert.weights] = Adapted(network, self._sources[expert.weights], self._on_phase,
+                                                    shared=not self._device.on_gpu)
+        return self._adapted[expert.weights].take(expert.loras)
+
     def unload(self, keys: tuple[Weights, ...]) -> None:
         """Forgets networks and gives their memory back."""
         for weights in keys:
-            self._networks.pop(weights, None)
+            for held in (self._networks, self._sources, self._adapted):
+                held.pop(weights, None)
         self._device.release_cached()
 
     def _build(self, weights: Weights, source: PlacedWeights) -> Any:

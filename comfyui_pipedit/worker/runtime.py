@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import models
 from ..errors import JobError, OutOfMemory, OutOfStep, describe
-from ..job import Expert, Span
+from ..job import Span
 from ..parallel import sequence
 from ..parallel.fabric_p2p import PointToPoint
 from ..wire import buffer
@@ -164,16 +164,13 @@ class Runtime:
 
     def _open(self, message: Open, fds: Sequence[int]) -> None:
         self.phase("preparing a clip")
-        self.jobs[message.job] = Denoise(message, fds, self._network, self.context, self.device, self.phase)
+        self.jobs[message.job] = Denoise(message, fds, self.residency, self.context, self.device, self.phase)
         self.channel.send(Opened(self.rank, message.job, self.jobs[message.job].units))
 
     def _open_evaluation(self, message: Evaluate, fds: Sequence[int]) -> None:
         self.phase("preparing an evaluation")
-        self.jobs[message.job] = Evaluation(message, fds, self._network, self.context, self.device, self.phase)
+        self.jobs[message.job] = Evaluation(message, fds, self.residency, self.context, self.device, self.phase)
         self.channel.send(Opened(self.rank, message.job, self.jobs[message.job].units))
-
-    def _network(self, expert: Expert) -> Any:
-        return self.residency.get(expert.weights)
 
     def _open_decode(self, message: DecodeOpen, fds: Sequence[int]) -> None:
         self.phase("preparing a decode")

@@ -102,8 +102,8 @@ class Bench:
         kept = KeptLatent.create(inputs.noise.shape, inputs.table.num_state_tensors)
         plan = Plan(Group((0,)), Group((0,)))
         message = Open(
-            seq=1, job=case.name, experts=self.files.experts, switch_step=inputs.table.num_steps, geometry=self.files.geometry,
-            plan=plan, table=inputs.table, cfg=case.settings.cfg, positive=branch(inputs.positive),
+            seq=1, job=case.name, experts=self.files.experts, switch_step=inputs.table.num_steps,
+            geometry=self.files.geometry, plan=plan, table=inputs.table, cfg=case.settings.cfg, positive=branch(inputs.positive),
             negative=branch(inputs.negative), latent=self.share(inputs.latent), mask=None,
             noise=self.share(inputs.noise), noises=tuple(self.share(noise) for noise in inputs.noises),
             kept=replace(kept.ref, fd=self.add(kept.fd)), first_step=0)
@@ -176,8 +176,7 @@ def run_case(rank: int, case: Case, message, bench: Bench, residency, context, d
         if rank in members:
             plan = Plan(Group(members), Group((members[0],)), chunks)
             opened = replace(message, plan=plan, first_step=first)
-            clip = Denoise(opened, bench.fds, lambda expert: residency.get(expert.weights), context, device,
-                           context.exchange.on_phase)
+            clip = Denoise(opened, bench.fds, residency, context, device, context.exchange.on_phase)
             assert clip.units == message.table.num_steps
             for step in range(first, last):
                 clip.run(step, step + 1)

@@ -216,4 +216,4 @@ def test_a_file_is_opened_only_as_it_was_read(shapes: Shapes, tmp_path: Path) ->
     lora_files.write(path, lora_files.state("comfy", shapes, rank=5))
     with pytest.raises(LoadError, match="was changed after the graph had read it"), file.open():
         pass
-    assert read_lora(path).entry(0.5) != file.entry(0.5)
+    assert read_lora(path).use(0.5) != file.use(0.5)

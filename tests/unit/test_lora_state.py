@@ -119,7 +119,7 @@ def test_a_chain_is_summed_in_order_and_rounded_once(folder: Path) -> None:
     a, b = read_lora(folder / "a"), read_lora(folder / "b")
     rank.state.go([(a, 0.5), (b, -0.7)])
     assert same(rank.weights(), expected(rank, [(1, 0.5, 4, 3.0, True), (2, -0.7, 6, None, False)]))
-    assert rank.state.key == (a.entry(0.5), b.entry(-0.7))
+    assert rank.state.key == (a.use(0.5), b.use(-0.7))
     rank.state.go([(a, 0.25), (b, -0.7)])
     assert same(rank.weights(), expected(rank, [(1, 0.25, 4, 3.0, True), (2, -0.7, 6, None, False)]))
 
@@ -179,7 +179,7 @@ def test_a_failure_midway_is_mended_from_the_originals(shared: bool, folder: Pat
     rank.fail_at = ""
     rank.state.go([(a, 1.0)])
     assert same(rank.weights(), with_a)
-    assert rank.state.key == (a.entry(1.0),)
+    assert rank.state.key == (a.use(1.0),)
 
 
 def test_a_file_that_does_not_fit_leaves_all_as_it_was(rank: Rank, folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_file_that_does_not_fit_leaves_all_as_it_was(rank: Rank, folder: Path)
     for wrong, message in ((other, "changes nothing"), (gone, "was changed after")):
         with pytest.raises(LoadError, match=message):
             rank.state.go([(a, 1.0), (wrong, 1.0)])
-        assert same(rank.weights(), before) and rank.state.key == (a.entry(1.0),)
+        assert same(rank.weights(), before) and rank.state.key == (a.use(1.0),)
 
 
 def test_originals_that_are_missing_are_said(rank: Rank, folder: Path) -> None:
