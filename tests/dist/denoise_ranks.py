@@ -103,8 +103,9 @@ class Bench:
         plan = Plan(Group((0,)), Group((0,)))
         message = Open(
             seq=1, job=case.name, experts=self.files.experts, switch_step=inputs.table.num_steps,
-            geometry=self.files.geometry, plan=plan, table=inputs.table, cfg=case.settings.cfg, positive=branch(inputs.positive),
-            negative=branch(inputs.negative), latent=self.share(inputs.latent), mask=None,
+            geometry=self.files.geometry, plan=plan, table=inputs.table, cfg=case.settings.cfg,
+            positive=branch(inputs.positive), negative=branch(inputs.negative), latent=self.share(inputs.latent),
+            mask=None,
             noise=self.share(inputs.noise), noises=tuple(self.share(noise) for noise in inputs.noises),
             kept=replace(kept.ref, fd=self.add(kept.fd)), first_step=0)
         return message, kept
