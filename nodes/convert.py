@@ -7,7 +7,7 @@ All checks that need no model are here, so that a graph fails with a clear text 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ EMPTY_LATENT = "EmptyHunyuanLatentVideo"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The widgets of a sampler node. shift 0 = the model's own. noise_offset: see sampling.draw_noises."""
+    """The widgets of a sampler node. shift 0 = the model's own. noise_offset: see sampling.draw_noises.
+
+    levels: noise levels in place of steps, scheduler, denoise and shift. add_noise: False goes on from a latent with
+    leftover noise. switch_step: see job.Job.
+    """
 
     seed: int
     steps: int
@@ -37,6 +41,9 @@ class Settings:
     denoise: float = 1.0
     shift: float = 0.0
     noise_offset: int = 1
+    levels: Tensor | None = field(default=None, compare=False)
+    add_noise: bool = True
+    switch_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.shift < 0:
@@ -113,6 +120,8 @@ def batch_noise(seed: int, samples: Tensor, batch_index: Sequence[int] | None) -
 
 def solver(settings: Settings, files: ModelFiles) -> sampling.SolverTable:
     """The solver's table for a node's widgets; InvalidJob for what is not available."""
+    if settings.levels is not None:
+        return sampling.solver_table(settings.sampler, settings.levels)
     shift = settings.shift or files.shift
     sampling.check_settings(
         settings.sampler, settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, cfg=settings.cfg
@@ -121,6 +130,13 @@ def solver(settings: Settings, files: ModelFiles) -> sampling.SolverTable:
         settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, sampler=settings.sampler
     )
     return sampling.solver_table(settings.sampler, levels)
+
+
+def no_negative(cfg: float) -> InvalidJob:
+    return InvalidJob(
+        f"negative is not connected and cfg is {cfg}; connect a CLIP Text Encode (an empty text will do), "
+        "or set cfg to 1"
+    )
 
 
 def jobs(
@@ -134,13 +150,11 @@ def jobs(
 ) -> list[Job]:
     """One job for each clip of the latent's batch; its noise is drawn whole, then cut."""
     if settings.cfg != 1.0 and negative is None:
-        raise InvalidJob(
-            f"negative is not connected and cfg is {settings.cfg}; connect a CLIP Text Encode (an empty text will do), "
-            "or set cfg to 1"
-        )
+        raise no_negative(settings.cfg)
     samples = video_samples(latent, files.geometry, files.name)
     table = solver(settings, files)
     noise = batch_noise(settings.seed, samples, latent.get("batch_index"))
+    noise = noise if settings.add_noise else torch.zeros_like(noise)
     noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises, settings.noise_offset)
     count, mask = len(samples), noise_mask(latent, samples.shape)
     told = conditioning.read(positive, "positive", files)
@@ -159,6 +173,7 @@ def jobs(
             table=table,
             cfg=settings.cfg,
             seed=settings.seed,
+            switch_step=settings.switch_step,
             decode=follow_up.vae if follow_up else None,
             tiling=follow_up.tiling if follow_up else None,
             label=label,

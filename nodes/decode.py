@@ -20,8 +20,8 @@ from comfyui_pipedit.job import Tiling
 from . import convert, waiting
 from .compat import make
 from .handles import PoolVAE
+from .inputs import UNLINKED
 from .loader import CATEGORY, Plan
-from .sampler import UNLINKED
 
 NAME = "Decoupled VAE Decode"
 MODES = ("auto", "off", "on")

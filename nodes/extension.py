@@ -5,6 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
 
+from .advanced import PipeDiTSamplerAdvanced
+from .bridge import PipeDiTModelBridge
 from .decode import PipeDiTVAEDecode
 from .loader import PipeDiTLoader
 from .sampler import PipeDiTSampler
@@ -15,4 +17,4 @@ class PipeDiTExtension(ComfyExtension):
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [PipeDiTLoader, PipeDiTSampler, PipeDiTVAEDecode]
+        return [PipeDiTLoader, PipeDiTSampler, PipeDiTSamplerAdvanced, PipeDiTVAEDecode, PipeDiTModelBridge]

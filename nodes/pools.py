@@ -18,10 +18,10 @@ from comfyui_pipedit.config import EngineConfig
 from comfyui_pipedit.errors import PipeDiTError, PoolClosed
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.host.ticket import Ticket
-from comfyui_pipedit.job import DecodeRequest, EncodeRequest, Job, Span, TextRequest, Tiling, Weights
+from comfyui_pipedit.job import DecodeRequest, EncodeRequest, EvaluateRequest, Job, Span, TextRequest, Tiling, Weights
 
 CONFIG_VARIABLE = "PIPEDIT_CONFIG"
-Request = Job | TextRequest | DecodeRequest | EncodeRequest
+Request = Job | EvaluateRequest | TextRequest | DecodeRequest | EncodeRequest
 
 
 class EngineLike(Protocol):

@@ -41,9 +41,9 @@ def cancelling(tickets: Sequence[Ticket]) -> Iterator[None]:
         cancel(tickets)
 
 
-def wait(tickets: Sequence[Ticket]) -> None:
-    """Blocks the prompt's thread until all ended; for core nodes, whose calls into clip and vae are not async."""
-    report = Reporter(tickets)
+def wait(tickets: Sequence[Ticket], report: Callable[[], None] | None = None) -> None:
+    """Blocks the prompt's thread until all ended; for core nodes, whose calls into clip, vae, model are not async."""
+    report = report or Reporter(tickets)
     with cancelling(tickets):
         for ticket in tickets:
             while not ticket.wait(SLICE):
@@ -74,24 +74,40 @@ def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
         loop.call_soon_threadsafe(woken.set)
 
 
-class Reporter:
-    """A node's progress bar and the text under it, fed by its tickets. Sends only what changed."""
+class Words:
+    """The text under a node, fed by its tickets. Sends only what changed."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         context = get_executing_context()
         self.node = context.node_id if context is not None else None
         self.tickets = tickets
+        self.said = ""
+
+    def __call__(self) -> None:
+        self.say([ticket.progress() for ticket in self.tickets])
+
+    def say(self, news: Sequence[Progress]) -> None:
+        text = sentence(self.tickets, news)
+        if text and text != self.said and self.node is not None:
+            PromptServer.instance.send_progress_text(text, self.node)
+        self.said = text
+
+
+class Reporter(Words):
+    """A node's progress bar, and the text under it."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        super().__init__(tickets)
         self.bar = comfy.utils.ProgressBar(1, node_id=self.node)
-        self.shown: tuple[tuple[int, int], str] = ((0, 0), "")
+        self.shown = (0, 0)
 
     def __call__(self) -> None:
         news = [ticket.progress() for ticket in self.tickets]
-        amount, text = amount_done(news), sentence(self.tickets, news)
-        if text and text != self.shown[1] and self.node is not None:
-            PromptServer.instance.send_progress_text(text, self.node)
-        if amount[1] and amount != self.shown[0]:
+        self.say(news)
+        amount = amount_done(news)
+        if amount[1] and amount != self.shown:
             self.bar.update_absolute(*amount)
-        self.shown = (amount, text)
+        self.shown = amount
 
 
 def amount_done(news: Sequence[Progress]) -> tuple[int, int]:

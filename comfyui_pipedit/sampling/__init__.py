@@ -9,7 +9,7 @@ operations: UniPC's are differences of nearly equal logarithms, and in float64 i
 
 from __future__ import annotations
 
-from .make import SAMPLERS, check_settings, sigmas, solver_table
+from .make import SAMPLERS, check_settings, leads_down, sigmas, solver_table
 from .noise import draw_noise, draw_noises
 from .schedules import SCHEDULERS
 from .table import Row, SolverTable, State, advance, finish, start
@@ -25,6 +25,7 @@ __all__ = [
     "draw_noise",
     "draw_noises",
     "finish",
+    "leads_down",
     "sigmas",
     "solver_table",
     "start",

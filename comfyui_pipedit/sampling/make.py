@@ -62,10 +62,15 @@ def solver_table(sampler: str, sigmas: Tensor | Sequence[float]) -> SolverTable:
     return SolverTable(sampler, tuple(levels.tolist()), tuple(SOLVER_OF[sampler](levels)))
 
 
+def leads_down(levels: Tensor) -> bool:
+    """Whether a table can be made over these noise levels: two or more, strictly falling, within 0..1."""
+    falls = levels.dim() == 1 and len(levels) > 1 and bool((levels[1:] < levels[:-1]).all())
+    return falls and bool(levels[0] <= 1.0 + 1e-6) and bool(0.0 <= levels[-1] < 1.0)
+
+
 def check_levels(levels: Tensor) -> None:
     """InvalidJob unless `levels` are noise levels that a flow model can be led down."""
-    falls = levels.dim() == 1 and len(levels) > 1 and bool((levels[1:] < levels[:-1]).all())
-    if not falls or not levels[0] <= 1.0 + 1e-6 or not 0.0 <= levels[-1] < 1.0:
+    if not leads_down(levels):
         raise InvalidJob(
             f"sigmas must fall from at most 1 to at least 0 without a repeat, two or more of them, not "
             f"{shortened(levels)}; use fewer steps, or another scheduler"

@@ -53,6 +53,36 @@ FROZEN: dict[str, dict[str, Any]] = {
             ("switch_step", "INT", {"default": -1}),
         ],
     },
+    "PipeDiTSamplerAdvanced": {
+        "display_name": "Multi-GPU Sampler (Advanced)",
+        "outputs": [("LATENT", "LATENT")],
+        "required": [
+            ("model", "PIPEDIT_MODEL", {}),
+            ("positive", "CONDITIONING", {}),
+            ("latent_image", "LATENT", {}),
+            ("add_noise", "COMBO", {"default": "enable", "options": ["enable", "disable"]}),
+            ("noise_seed", "INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True}),
+            ("steps", "INT", {"default": 20, "min": 1}),
+            ("cfg", "FLOAT", {"default": 5.0, "min": 0.0, "max": 100.0, "step": 0.1}),
+            ("sampler_name", "COMBO", {"default": "euler"}),
+            ("scheduler", "COMBO", {"default": "simple"}),
+            ("start_at_step", "INT", {"default": 0, "min": 0, "max": 10000}),
+            ("end_at_step", "INT", {"default": 10000, "min": 0, "max": 10000}),
+            ("return_with_leftover_noise", "COMBO", {"default": "disable", "options": ["disable", "enable"]}),
+        ],
+        "optional": [
+            ("negative", "CONDITIONING", {"lazy": True}),
+            ("sigmas", "SIGMAS", {}),
+            ("plan", "PIPEDIT_PLAN", {}),
+            ("shift", "FLOAT", {"default": 0.0}),
+        ],
+    },
+    "PipeDiTModelBridge": {
+        "display_name": "PipeDiT Model Bridge",
+        "outputs": [("MODEL", "MODEL")],
+        "required": [("model", "PIPEDIT_MODEL", {})],
+        "optional": [],
+    },
     "PipeDiTVAEDecode": {
         "display_name": "Decoupled VAE Decode",
         "outputs": [("IMAGE", "IMAGE")],
@@ -83,13 +113,14 @@ def test_node_is_as_frozen(name: str, comfy: Client) -> None:
     assert len(info["input_order"].get("required", [])) == len(frozen["required"]), "no new required input, ever"
 
 
-@pytest.mark.parametrize(("ours", "core"), [("sampler_name", "sampler_name"), ("scheduler", "scheduler")])
-def test_lists_are_comfyuis_own(ours: str, core: str, comfy: Client) -> None:
-    sampler, ksampler = comfy.object_info("PipeDiTSampler"), comfy.object_info("KSampler")
-    assert sampler["input"]["required"][ours][1]["options"] == ksampler["input"]["required"][core][0]
+@pytest.mark.parametrize("node", ["PipeDiTSampler", "PipeDiTSamplerAdvanced"])
+@pytest.mark.parametrize("name", ["sampler_name", "scheduler"])
+def test_lists_are_comfyuis_own(node: str, name: str, comfy: Client) -> None:
+    sampler, ksampler = comfy.object_info(node), comfy.object_info("KSampler")
+    assert sampler["input"]["required"][name][1]["options"] == ksampler["input"]["required"][name][0]
 
 
-@pytest.mark.parametrize("name", ["PipeDiTSamplerAdvanced", "PipeDiTLoRA", "PipeDiTPlan"])
+@pytest.mark.parametrize("name", ["PipeDiTLoRA", "PipeDiTPlan"])
 def test_nodes_of_later_versions_are_not_registered(name: str, comfy: Client) -> None:
     with pytest.raises(KeyError):
         comfy.object_info(name)

@@ -3,7 +3,7 @@
 POST /fake {"hold": [kinds], "fail": {kind: text}} installs it anew, "closed": N lets N engines end at once.
 GET /fake tells what was asked of it.
 POST /fake/release {} lets held work go on, {"fail_first": text} ends the oldest with an error.
-Kinds: text, clip, decode, encode.
+Kinds: text, clip, evaluate, decode, encode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 from typing_extensions import override
 
-KINDS = {"TextRequest": "text", "Job": "clip", "DecodeRequest": "decode", "EncodeRequest": "encode"}
+KINDS = {
+    "TextRequest": "text",
+    "Job": "clip",
+    "EvaluateRequest": "evaluate",
+    "DecodeRequest": "decode",
+    "EncodeRequest": "encode",
+}
 
 
 def pack_module(name: str) -> Any:
@@ -130,6 +136,13 @@ def describe(name: str, kind: str, request: Any) -> dict[str, Any]:
             "dtype": request.files.transformer.dtype,
             "text": float(request.positive.text.mean()),
         }
+    elif kind == "evaluate":
+        found |= {
+            "sigma": request.sigma,
+            "branches": len(request.branches),
+            "shape": list(request.x.shape),
+            "expert": request.expert.weights.path,
+        }
     tiling = getattr(request, "tiling", None)
     return found | {
         "tiling": None if tiling is None else dataclasses.asdict(tiling),
@@ -143,6 +156,8 @@ def result(kind: str, request: Any) -> Any:
         return [torch.full((1, 16, 64), float(len(text))) for text in request.texts]
     if kind == "clip":
         return request.latent + request.noise
+    if kind == "evaluate":
+        return [torch.zeros_like(request.x) for _ in request.branches]
     if kind == "decode":
         return frames_of(request.latent, request.geometry)
     frames, height, width, _ = request.frames.shape

@@ -17,20 +17,25 @@ def conditioning(seed: int, rows: int) -> torch.Tensor:
 
 
 class ProbeConditioning(io.ComfyNode):
-    """Conditioning of Wan's shape from a seed."""
+    """Conditioning of Wan's shape from a seed; `extra` names a key that it carries besides."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="ProbeConditioning",
             category="probe",
-            inputs=[io.Int.Input("seed", default=1, min=0), io.Int.Input("rows", default=12, min=1, max=LENGTH)],
+            inputs=[
+                io.Int.Input("seed", default=1, min=0),
+                io.Int.Input("rows", default=12, min=1, max=LENGTH),
+                io.String.Input("extra", default="", optional=True),
+            ],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, seed: int, rows: int) -> io.NodeOutput:
-        return io.NodeOutput([[conditioning(seed, rows), {"pooled_output": None}]])
+    def execute(cls, seed: int, rows: int, extra: str = "") -> io.NodeOutput:
+        more = {extra: torch.ones(1)} if extra else {}
+        return io.NodeOutput([[conditioning(seed, rows), {"pooled_output": None, **more}]])
 
 
 class Probe(ComfyExtension):
