@@ -1,4 +1,7 @@
-"""`python -m comfyui_pipedit generate|verify`: the pool without ComfyUI. Exit code 1 and a sentence when it fails."""
+"""`python -m comfyui_pipedit generate|verify|inspect`: the pool and its files without ComfyUI.
+
+Exit code 1 and a sentence when it fails.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import argparse
 import logging
 import sys
 
-from . import generate, verify
+from . import generate, inspect_file, verify
 from .errors import PipeDiTError
 
-COMMANDS = {"generate": generate, "verify": verify}
+COMMANDS = {"generate": generate, "verify": verify, "inspect": inspect_file}
 
 
 def main(arguments: list[str] | None = None) -> int:

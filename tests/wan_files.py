@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -210,6 +212,31 @@ def write(file: Path, state: State, layout: Layout, prefix: str = "") -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({prefix + name: tensor for name, tensor in made.items()}, file,
               {"head_dim": str(HEAD_DIM), "format": "pt", **metadata})
+    return file
+
+
+def write_hollow(file: Path, network: nn.Module, held: str) -> Path:
+    """A released size's file with its whole header and no bytes on the disk: fp8 with scales, the rest in `held`.
+
+    network: on the meta device.
+    """
+    import struct
+
+    sizes = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+    kinds = {}
+    for name, tensor in original_transformer(network).items():
+        linear = LINEAR.fullmatch(name) and tensor.dim() == 2
+        kinds[name] = ("F8_E4M3" if linear else held, list(tensor.shape))
+        if linear:
+            kinds[name.removesuffix("weight") + "scale_weight"] = ("F32", [])
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (kind, shape) in {**kinds, "scaled_fp8": ("F8_E4M3", [2])}.items():
+        begin, end = end, end + math.prod(shape) * sizes[kind]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(file, 8 + len(text) + end)
     return file
 
 

@@ -48,6 +48,10 @@ class DiffusersFolder:
         return read_json(self.path / folder / CONFIG)
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def low(self) -> DiffusersFolder | None:
         """The folder of the second transformer: a component's folder is a place of its own."""
         named = read_json(self.path / INDEX).get(LOW)

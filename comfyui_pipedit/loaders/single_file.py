@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from ..errors import LoadError
 from . import foreign, quantised, umt5_file, wan_transformer, wan_vae_file
-from .quantised import Split
 from .safetensors_file import Entry, Header, read_header
 from .tokens import PieceTokens
 from .weight_files import DEFAULT_SHIFT, TextFacts, WeightFiles, digest
@@ -53,7 +52,6 @@ class Part:
     """A network inside a file."""
 
     kind: str
-    split: Split
     weights: WeightFiles
 
 
@@ -107,7 +105,8 @@ def _read_part(part: str, entries: dict[str, Entry], header: Header, prefix: str
     ours = {name: network.ours(name) or "" for name in split.tensors}
     scales = {ours[f"{layer}.weight"]: entry for layer, entry in split.scales.items()}
     renamed = {ours[name]: entry for name, entry in split.tensors.items()}
-    return Part(network.kind, split, WeightFiles(header.path, network.config, renamed, scales))
+    weights = WeightFiles(header.path, network.config, renamed, scales, split.layout, len(split.inputs))
+    return Part(network.kind, weights)
 
 
 def _network(part: str, tensors: Mapping[str, Entry], header: Header) -> Network:
@@ -149,6 +148,10 @@ class SingleFile:
 
     def stamp(self, part: str) -> str:
         return digest(self.path.parent, [self.path])
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return self.contents.unused
 
     @property
     def low(self) -> None:

@@ -26,13 +26,16 @@ DEFAULT_SHIFT = 8.0
 class WeightFiles:
     """One network: where it lies, its config, and its tensors by the names of diffusers' or transformers' class.
 
-    scales: weight name -> the scale of that weight, true = stored * scale; not among the entries.
+    scales: weight name -> the scale of that weight, true = stored * scale; not among the entries. layout: how the place
+    tells its scales ("" = not at all; loaders/quantised.py). input_scales: scales for inputs, which nobody uses.
     """
 
     place: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
     scales: Mapping[str, Entry] = field(default_factory=dict)
+    layout: str = ""
+    input_scales: int = 0
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -78,6 +81,11 @@ class Place(Protocol):
 
     def stamp(self, part: str) -> str:
         """The state of a network's files."""
+        ...
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of tensors that belong to no network."""
         ...
 
     @property

@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "requests": {"host", "loaders"},
     "generate": {"host", "loaders", "requests", "timeline", "contact_sheet"},
     "verify": {"host", "requests"},
-    "__main__": {"generate", "verify"},
+    "inspect_file": {"loaders"},
+    "__main__": {"generate", "verify", "inspect_file"},
     "__init__": {"host"},
 }
 # what third-party code a package must not name, beside ComfyUI's, which the engine never does
@@ -56,6 +57,7 @@ MUST_NOT_NAME: dict[str, set[str]] = {
     "requests": HEAVY,
     "generate": HEAVY,
     "verify": HEAVY,
+    "inspect_file": HEAVY,
     "models": {"torch.distributed"},
     "loaders": HEAVY,
     "parallel": {"transformers"},

@@ -200,8 +200,7 @@ def test_a_checkpoints_parts_are_taken_and_the_rest_is_named(folder: Path) -> No
     files = loaders.inspect(folder / "checkpoints" / "wan.safetensors")
     assert files.vae is not None and files.text is not None
     assert files.transformer.path == files.vae.path == files.text.path
-    contents: Any = loaders.place(files.transformer.path)
-    assert contents.contents.unused == ("text_encoders.umt5xxl.logit_scale",)
+    assert loaders.place(files.transformer.path).unused == ("text_encoders.umt5xxl.logit_scale",)
     assert {name.split(".")[0] for name in opened(Path(files.vae.path), "vae").entries} == {
         "encoder", "decoder", "quant_conv", "post_quant_conv"}
 
