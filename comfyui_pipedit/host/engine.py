@@ -24,6 +24,7 @@ from .policies import Policy, fcfs
 from .pool import Pool
 from .scheduler import Scheduler
 from .tasks import ClipTask, DecodeTask, EvaluateTask, Task, TextTask, VaeEncodeTask
+from .texts import Texts
 from .ticket import Ticket
 
 Request = Job | EvaluateRequest | TextRequest | DecodeRequest | EncodeRequest
@@ -43,6 +44,7 @@ class Engine:
         self.pool = Pool(self.config, self.devices)
         self.scheduler = Scheduler(self.pool, self.config, self._finished, policy)
         self._kept: OrderedDict[str, KeptLatent] = OrderedDict()
+        self._texts = Texts()
         self._commands: deque[Callable[[], None]] = deque()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -63,6 +65,8 @@ class Engine:
         closed = PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
         if self._closed:
             raise closed
+        if isinstance(request, TextRequest) and (known := self._texts.find(request)) is not None:
+            return self._known(known)
         task = self._task(request, next(self._numbers))
         with self._lock:  # the thread takes it before its last look at what was posted
             if not self._closed:
@@ -101,7 +105,8 @@ class Engine:
         return [span for span in tuple(self.scheduler.spans) if span.end >= since]
 
     def free(self) -> None:
-        """Unloads all weights as soon as nothing runs."""
+        """Unloads all weights as soon as nothing runs, and forgets the texts that were encoded."""
+        self._texts.forget()
         self._post(self._free)
 
     def close(self) -> None:
@@ -129,6 +134,7 @@ class Engine:
         if isinstance(request, DecodeRequest):
             return DecodeTask(ticket, ordinal, request, rank)
         if isinstance(request, TextRequest):
+            ticket.add_done_callback(lambda ended: self._keep_texts(request, ended))
             return TextTask(ticket, ordinal, request, rank)
         return VaeEncodeTask(ticket, ordinal, request, rank)
 
@@ -141,6 +147,16 @@ class Engine:
         kept = self._take_kept(key) or KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
         ticket.add_done_callback(lambda ended: self._put_away(key, kept, ended))
         return ClipTask(ticket, ordinal, job, plan, kept)
+
+    def _known(self, result: Any) -> Ticket:
+        """The ticket of a request whose result is there: no rank hears of it."""
+        ticket = self._ticket(f"known-{next(self._numbers)}")
+        ticket.succeed(result)
+        return ticket
+
+    def _keep_texts(self, request: TextRequest, ended: Ticket) -> None:
+        if not ended.failed():
+            self._texts.keep(request, ended.result())
 
     def _evaluation(self, request: EvaluateRequest, ordinal: int) -> EvaluateTask:
         ticket = self._ticket(f"evaluation-{ordinal}")
