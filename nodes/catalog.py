@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
+from comfyui_pipedit import loaders
 from comfyui_pipedit.config import PACKAGE_ROOT
 from comfyui_pipedit.errors import InvalidJob, PipeDiTError, not_one_of
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.job import ModelFiles
-from comfyui_pipedit.loaders import inspect
 
 DEMO = "demo"
 DEMO_FOLDER = PACKAGE_ROOT / "demo" / "weights"
@@ -22,7 +21,7 @@ CHECKPOINTS = "checkpoints/"
 INDEX = "model_index.json"
 MAX_DEPTH = 4
 DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2", "bf16", "fp16", "fp32")
-DTYPES_NOW = ("default", "bf16", "fp16", "fp32")
+AUTO, NONE = "auto", "none"
 
 
 class Folders(Protocol):
@@ -31,6 +30,8 @@ class Folders(Protocol):
     def get_filename_list(self, folder_name: str) -> list[str]: ...
 
     def get_folder_paths(self, folder_name: str) -> list[str]: ...
+
+    def get_full_path_or_raise(self, folder_name: str, filename: str) -> str: ...
 
 
 def diffusers_folders(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
@@ -46,104 +47,122 @@ def diffusers_folders(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalog:
-    """The names of a Loader's lists; `folders` maps those that this version can read to their diffusers folder."""
+class Choice:
+    """A Loader's widgets but `devices`; None stands for one that comes over a link and is not known yet."""
 
-    folders: Mapping[str, Path]
-    files: tuple[str, ...]
-    text_encoders: tuple[str, ...]
-    vaes: tuple[str, ...]
+    unet_name: str | None
+    unet_name_low: str | None = NONE
+    weight_dtype: str | None = "default"
+    clip_name1: str | None = AUTO
+    clip_name2: str | None = NONE
+    vae_name: str | None = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The names of a Loader's lists, each with its file or folder."""
+
+    models: Mapping[str, Path]
+    text_encoders: Mapping[str, Path]
+    vaes: Mapping[str, Path]
 
     @classmethod
     def read(cls, paths: Folders) -> Catalog:
         """What lies in ComfyUI's model folders now."""
-        folders = {DEMO: DEMO_FOLDER}
+        models = {DEMO: DEMO_FOLDER}
         for place in paths.get_folder_paths("diffusers"):
             for folder in diffusers_folders(Path(place)):
-                folders.setdefault(DIFFUSERS + folder.relative_to(place).as_posix(), folder)
-        files = (
-            *paths.get_filename_list("diffusion_models"),
-            *(CHECKPOINTS + name for name in paths.get_filename_list("checkpoints")),
-        )
-        return cls(
-            MappingProxyType(folders),
-            files,
-            tuple(paths.get_filename_list("text_encoders")),
-            tuple(paths.get_filename_list("vae")),
-        )
+                models.setdefault(DIFFUSERS + folder.relative_to(place).as_posix(), folder)
+        models |= listed(paths, "diffusion_models")
+        models |= {CHECKPOINTS + name: path for name, path in listed(paths, "checkpoints").items()}
+        return cls(models, listed(paths, "text_encoders"), listed(paths, "vae"))
 
-    @property
-    def names(self) -> list[str]:
-        """All of `unet_name`'s choices, the demo first."""
-        return [*self.folders, *self.files]
+    def path(self, name: str, widget: str = "unet_name") -> Path:
+        """What a model's name stands for. InvalidJob for a name that is not in the list."""
+        if name not in self.models:
+            raise not_one_of(widget, name, self.models)
+        return self.models[name]
 
-    def folder(self, name: str) -> Path:
-        """The diffusers folder of a choice; InvalidJob with the way out for anything else."""
-        if name in self.folders:
-            return self.folders[name]
-        if name in self.files:
-            raise InvalidJob(
-                f"unet_name {name!r} is a single file; this version reads diffusers folders: put the model's folder "
-                f"(with its {INDEX}) into models/diffusers, or choose {DEMO!r}"
-            )
-        raise not_one_of("unet_name", name, self.folders)
+    def load(self, choice: Choice) -> ModelFiles:
+        """The model behind a Loader's widgets, read from headers and JSON files; weights stay where they are.
 
-    def load(self, name: str, weight_dtype: str) -> ModelFiles:
-        """The model behind a choice, read from its JSON files only; weights stay where they are."""
-        files = inspect(self.folder(name))
-        return replace(files, name=name, transformer=replace(files.transformer, dtype=weight_dtype))
+        LoadError names a file that is of another kind, damaged, or does not go with the others.
+        """
+        assert choice.unet_name and choice.unet_name_low and choice.weight_dtype
+        main = self.path(choice.unet_name)
+        low = None if choice.unet_name_low == NONE else self.path(choice.unet_name_low, "unet_name_low")
+        vae, text = self.companions(main, choice)
+        files = loaders.combine(main, vae, text, choice.unet_name, low)
+        return with_dtype(files, choice.weight_dtype)
 
-
-def refuse_later(name: str, value: str, allowed: tuple[str, ...], known: tuple[str, ...], why: str) -> None:
-    """InvalidJob for a value that a later version brings (`why`), and for one that is no choice at all."""
-    if value in allowed:
-        return
-    if value in known:
-        raise InvalidJob(f"{name} {value!r}: {why}; choose {' or '.join(map(repr, allowed))}")
-    raise not_one_of(name, value, allowed)
+    def companions(self, main: Path, choice: Choice) -> tuple[Path | None, Path | None]:
+        """(VAE, text encoder): those that are named; for "auto" the model's own, else what fits by its header."""
+        place = loaders.place(main)
+        vae, text = (named(choice.vae_name, self.vaes), named(choice.clip_name1, self.text_encoders))
+        wanted = {part for part, value in (("vae", choice.vae_name), ("text", choice.clip_name1)) if value == AUTO}
+        own = wanted.intersection(place.parts)
+        vae, text = (main if "vae" in own else vae, main if "text" in own else text)
+        if missing := wanted - own:
+            found = loaders.find_companions(loaders.inspect(main), self.vaes, self.text_encoders)
+            vae = self.vaes[found.vae] if "vae" in missing and found.vae else vae
+            text = self.text_encoders[found.text] if "text" in missing and found.text else text
+        return vae, text
 
 
-def check_loader(catalog: Catalog, values: Mapping[str, str | None]) -> None:
-    """InvalidJob (or SetupError for absent GPUs) naming the first of a Loader's values that does not work here.
-
-    A value of None stands for one that comes over a link and is not known yet.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    if "unet_name" in given:
-        catalog.folder(given["unet_name"])
-    refuse_later(
-        "unet_name_low",
-        given.get("unet_name_low", "none"),
-        ("none",),
-        tuple(catalog.names),
-        "a second model for low noise comes with Wan 2.2's two-expert models",
-    )
-    refuse_later(
-        "weight_dtype", given.get("weight_dtype", "default"), DTYPES_NOW, DTYPES, "fp8 weights come in a later version"
-    )
-    for name in ("clip_name1", "clip_name2", "vae_name"):
-        allowed = ("none",) if name == "clip_name2" else ("auto", "none")
-        known = catalog.vaes if name == "vae_name" else catalog.text_encoders
-        refuse_later(
-            name,
-            given.get(name, allowed[0]),
-            allowed,
-            ("auto", *known),
-            "separate files come in a later version, the folder brings its own",
-        )
-    resolve(given.get("devices", "auto"))
+def listed(paths: Folders, category: str) -> dict[str, Path]:
+    """Name -> file of a category of model folders."""
+    return {name: Path(paths.get_full_path_or_raise(category, name)) for name in paths.get_filename_list(category)}
 
 
-def complaint(catalog: Catalog, values: Mapping[str, str | None]) -> str | None:
+def named(value: str | None, files: Mapping[str, Path]) -> Path | None:
+    """The file of a widget's value; None for "auto" and "none"."""
+    return None if value in (AUTO, NONE, None) else files[str(value)]
+
+
+def with_dtype(files: ModelFiles, dtype: str) -> ModelFiles:
+    """The model with its transformers held in a dtype."""
+    low = files.transformer_low
+    return replace(files, transformer=replace(files.transformer, dtype=dtype),
+                   transformer_low=None if low is None else replace(low, dtype=dtype))
+
+
+def check_loader(catalog: Catalog, choice: Choice, devices: str | None) -> None:
+    """InvalidJob (or SetupError for absent GPUs) naming the first of a Loader's values that does not work here."""
+    for widget, value, allowed in (
+        ("unet_name", choice.unet_name, tuple(catalog.models)),
+        ("unet_name_low", choice.unet_name_low, (NONE, *catalog.models)),
+        ("weight_dtype", choice.weight_dtype, DTYPES),
+        ("clip_name1", choice.clip_name1, (AUTO, NONE, *catalog.text_encoders)),
+        ("vae_name", choice.vae_name, (AUTO, NONE, *catalog.vaes)),
+    ):
+        if value is not None and value not in allowed:
+            raise not_one_of(widget, value, allowed)
+    if choice.clip_name2 not in (NONE, None):
+        raise InvalidJob(f"clip_name2 {choice.clip_name2!r}: Wan's models have one text encoder; a second one comes "
+                         f"with other models in a later version; choose {NONE!r}")
+    if devices is not None:
+        resolve(devices)
+
+
+def complaint(catalog: Catalog, choice: Choice, devices: str | None) -> str | None:
     """The text of what `check_loader` raises, for ComfyUI's validation; None if all is well."""
     try:
-        check_loader(catalog, values)
+        check_loader(catalog, choice, devices)
     except PipeDiTError as error:
         return str(error)
     return None
 
 
-def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of each file of a model: a replaced file makes the Loader run again."""
-    stats = ((path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file())
-    return tuple((path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+def fingerprint(catalog: Catalog, choice: Choice) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of each file that a Loader may read: a replaced or an added file makes it run again."""
+    chosen = [catalog.models.get(name or "") for name in (choice.unet_name, choice.unet_name_low)]
+    beside = [*catalog.vaes.values(), *catalog.text_encoders.values()]
+    return tuple(entry for path in (*chosen, *beside) if path is not None for entry in files_of(path))
+
+
+def files_of(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, size, time) of a file, or of the files in a folder."""
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            stat = file.stat()
+            yield file.relative_to(path.parent).as_posix(), stat.st_size, stat.st_mtime_ns

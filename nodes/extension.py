@@ -9,6 +9,7 @@ from .advanced import PipeDiTSamplerAdvanced
 from .bridge import PipeDiTModelBridge
 from .decode import PipeDiTVAEDecode
 from .loader import PipeDiTLoader
+from .lora import PipeDiTLoRA
 from .sampler import PipeDiTSampler
 
 
@@ -17,4 +18,4 @@ class PipeDiTExtension(ComfyExtension):
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [PipeDiTLoader, PipeDiTSampler, PipeDiTSamplerAdvanced, PipeDiTVAEDecode, PipeDiTModelBridge]
+        return [PipeDiTLoader, PipeDiTLoRA, PipeDiTSampler, PipeDiTSamplerAdvanced, PipeDiTVAEDecode, PipeDiTModelBridge]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LOADER, SAMPLER, DECODE = "PipeDiTLoader", "PipeDiTSampler", "PipeDiTVAEDecode"
+LOADER, LORA, SAMPLER, DECODE = "PipeDiTLoader", "PipeDiTLoRA", "PipeDiTSampler", "PipeDiTVAEDecode"
 MODEL_SLOT, VAE_SLOT = 0, 2
 DECODE_WIDGETS = ("tiling", "tile_size", "overlap", "temporal_size", "temporal_overlap")
 Prompt = Mapping[str, Mapping[str, Any]]
@@ -17,15 +17,29 @@ def direct_decode(prompt: Prompt, sampler: str) -> dict[str, Any] | None:
     It can when the Decode's vae comes from the very Loader that the Sampler's model comes from, its widgets are
     constants, it has no plan of its own, and something uses its frames.
     """
-    loader = link(prompt.get(sampler, {}).get("inputs", {}).get("model"))
-    if loader is None or loader[1] != MODEL_SLOT or prompt.get(loader[0], {}).get("class_type") != LOADER:
+    loader = loader_of(prompt, sampler)
+    if loader is None:
         return None
     for node, inputs in nodes_of(prompt, DECODE):
         widgets = {name: inputs.get(name) for name in DECODE_WIDGETS}
-        linked = link(inputs.get("samples")) == (sampler, 0) and link(inputs.get("vae")) == (loader[0], VAE_SLOT)
+        linked = link(inputs.get("samples")) == (sampler, 0) and link(inputs.get("vae")) == (loader, VAE_SLOT)
         constant = all(value is not None and link(value) is None for value in widgets.values())
         if linked and constant and inputs.get("plan") is None and is_used(prompt, node):
             return widgets
+    return None
+
+
+def loader_of(prompt: Prompt, node: str) -> str | None:
+    """The Loader that a node's model comes from, directly or through LoRA nodes; None if it cannot be told."""
+    seen: set[str] = set()
+    while node not in seen:
+        seen.add(node)
+        source = link(prompt.get(node, {}).get("inputs", {}).get("model"))
+        if source is None or source[1] != MODEL_SLOT:
+            return None
+        node = source[0]
+        if (kind := prompt.get(node, {}).get("class_type")) != LORA:
+            return node if kind == LOADER else None
     return None
 
 

@@ -6,7 +6,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from . import catalog
-from .catalog import DEMO, DTYPES, Catalog
+from .catalog import DEMO, DTYPES, Catalog, Choice
 from .compat import make
 from .handles import PoolClip, PoolModel, PoolVAE
 from .pools import pools
@@ -24,6 +24,7 @@ class PipeDiTLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         found = Catalog.read(folder_paths)
+        models = list(found.models)
         return make(
             io.Schema,
             node_id="PipeDiTLoader",
@@ -35,18 +36,19 @@ class PipeDiTLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=found.names,
+                    options=models,
                     default=DEMO,
-                    tooltip="The model: the demo that comes with this pack, or a folder below models/diffusers. "
-                    "Single files are listed for a later version.",
+                    tooltip="The model: the demo that comes with this pack, a Wan file from models/diffusion_models, "
+                    "a checkpoint, or a folder below models/diffusers.",
                 ),
                 make(
                     io.Combo.Input,
                     "unet_name_low",
-                    options=["none", *found.names],
+                    options=["none", *models],
                     default="none",
                     advanced=True,
-                    tooltip="Second model for low noise (Wan 2.2 A14B). Comes in a later version: none.",
+                    tooltip="The low-noise model of Wan 2.2 A14B; unet_name is then the high-noise one. One Sampler "
+                    "switches between them. none: one model.",
                 ),
                 make(
                     io.Combo.Input,
@@ -54,7 +56,8 @@ class PipeDiTLoader(io.ComfyNode):
                     options=list(DTYPES),
                     default="default",
                     advanced=True,
-                    tooltip="The transformer's weights. default: as in the file, fp32 on the CPU. fp8 comes later.",
+                    tooltip="The transformer's weights. default: as in the file (fp8 stays fp8), 16-bit files as fp32 "
+                    "on the CPU. fp8_e4m3fn_fast also multiplies in fp8, on cards that can.",
                 ),
                 make(
                     io.Combo.Input,
@@ -62,7 +65,8 @@ class PipeDiTLoader(io.ComfyNode):
                     options=["auto", "none", *found.text_encoders],
                     default="auto",
                     advanced=True,
-                    tooltip="Text encoder. auto: the one in the model's folder; none: use a core CLIPLoader.",
+                    tooltip="Text encoder. auto: the model's own, or a umt5 file from models/text_encoders that fits; "
+                    "none: use a core CLIPLoader.",
                 ),
                 make(
                     io.Combo.Input,
@@ -78,7 +82,7 @@ class PipeDiTLoader(io.ComfyNode):
                     options=["auto", "none", *found.vaes],
                     default="auto",
                     advanced=True,
-                    tooltip="VAE. auto: the one in the model's folder; none: no vae output.",
+                    tooltip="VAE. auto: the model's own, or a file from models/vae that fits; none: no vae output.",
                 ),
                 io.String.Input(
                     "devices",
@@ -108,26 +112,15 @@ class PipeDiTLoader(io.ComfyNode):
         devices: str,
     ) -> bool | str:
         """True, or what is wrong: names the value, the allowed ones and the nearest."""
-        return (
-            catalog.complaint(
-                Catalog.read(folder_paths),
-                {
-                    "unet_name": unet_name,
-                    "unet_name_low": unet_name_low,
-                    "weight_dtype": weight_dtype,
-                    "clip_name1": clip_name1,
-                    "clip_name2": clip_name2,
-                    "vae_name": vae_name,
-                    "devices": devices,
-                },
-            )
-            or True
-        )
+        choice = Choice(unet_name, unet_name_low, weight_dtype, clip_name1, clip_name2, vae_name)
+        return catalog.complaint(Catalog.read(folder_paths), choice, devices) or True
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str, **rest: str) -> tuple[tuple[str, int, int], ...]:
+    def fingerprint_inputs(
+        cls, unet_name: str, unet_name_low: str = "none", **rest: str
+    ) -> tuple[tuple[str, int, int], ...]:
         """Changes when a file of the model does."""
-        return catalog.fingerprint(Catalog.read(folder_paths).folder(unet_name))
+        return catalog.fingerprint(Catalog.read(folder_paths), Choice(unet_name, unet_name_low))
 
     @classmethod
     def execute(
@@ -140,23 +133,12 @@ class PipeDiTLoader(io.ComfyNode):
         vae_name: str,
         devices: str,
     ) -> io.NodeOutput:
-        """Reads the model's JSON files."""
+        """Reads headers and JSON files."""
         found = Catalog.read(folder_paths)
+        choice = Choice(unet_name, unet_name_low, weight_dtype, clip_name1, clip_name2, vae_name)
         with naming(NAME):
-            catalog.check_loader(
-                found,
-                {
-                    "unet_name": unet_name,
-                    "unet_name_low": unet_name_low,
-                    "weight_dtype": weight_dtype,
-                    "clip_name1": clip_name1,
-                    "clip_name2": clip_name2,
-                    "vae_name": vae_name,
-                    "devices": devices,
-                },
-            )
-            files = found.load(unet_name, weight_dtype)
-        model = PoolModel(pools, devices, files)
-        clip = PoolClip(model, files.text) if files.text is not None and clip_name1 == "auto" else None
-        vae = PoolVAE(model, files.vae) if files.vae is not None and vae_name == "auto" else None
+            catalog.check_loader(found, choice, devices)
+            model = PoolModel(pools, devices, found.load(choice))
+        clip = None if model.files.text is None else PoolClip(model, model.files.text)
+        vae = None if model.files.vae is None else PoolVAE(model, model.files.vae)
         return io.NodeOutput(model, clip, vae)

@@ -3,11 +3,15 @@ server, utils) would hide this repository's."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from dist.ranks import Ranks
+
+# a test run in the background of a shell inherits an ignored SIGINT, and so would every process it interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

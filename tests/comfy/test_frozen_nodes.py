@@ -31,6 +31,17 @@ FROZEN: dict[str, dict[str, Any]] = {
         ],
         "optional": [],
     },
+    "PipeDiTLoRA": {
+        "display_name": "PipeDiT LoRA",
+        "outputs": [("model", "PIPEDIT_MODEL")],
+        "required": [
+            ("model", "PIPEDIT_MODEL", {}),
+            ("lora_name", "COMBO", {}),
+            ("strength_model", "FLOAT", {"default": 1.0, "min": -100.0, "max": 100.0, "step": 0.01}),
+            ("expert", "COMBO", {"default": "both", "options": ["both", "high", "low"]}),
+        ],
+        "optional": [],
+    },
     "PipeDiTSampler": {
         "display_name": "Multi-GPU Sampler",
         "outputs": [("LATENT", "LATENT")],
@@ -120,7 +131,7 @@ def test_lists_are_comfyuis_own(node: str, name: str, comfy: Client) -> None:
     assert sampler["input"]["required"][name][1]["options"] == ksampler["input"]["required"][name][0]
 
 
-@pytest.mark.parametrize("name", ["PipeDiTLoRA", "PipeDiTPlan"])
+@pytest.mark.parametrize("name", ["PipeDiTPlan"])
 def test_nodes_of_later_versions_are_not_registered(name: str, comfy: Client) -> None:
     with pytest.raises(KeyError):
         comfy.object_info(name)

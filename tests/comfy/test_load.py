@@ -15,7 +15,8 @@ def test_the_entry_point_brings_only_our_own_light_modules(
     import import_cost
 
     loaded = import_cost.measure(comfy_folder)
-    assert loaded["nodes"] == ["PipeDiTLoader", "PipeDiTSampler", "PipeDiTVAEDecode"]
+    assert loaded["nodes"] == ["PipeDiTLoader", "PipeDiTLoRA", "PipeDiTSampler", "PipeDiTSamplerAdvanced",
+                               "PipeDiTVAEDecode", "PipeDiTModelBridge"]
     strangers = [name for name in loaded["modules"] if not name.startswith((str(repository), "comfyui_pipedit"))]
     assert [name for name in strangers if name.split(".")[0] in {"diffusers", "transformers", "xfuser"}] == []
     assert [name for name in strangers if name.startswith("torch.")] == []

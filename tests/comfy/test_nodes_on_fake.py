@@ -276,9 +276,7 @@ def test_an_engine_that_ended_is_replaced(fake: Client) -> None:
     ("widgets", "parts"),
     [
         ({"unet_name": "diffusers/papre"}, ["unet_name 'diffusers/papre'", f"nearest: '{MODEL}'"]),
-        ({"unet_name": "single.safetensors"}, ["'single.safetensors' is a single file", "choose 'demo'"]),
-        ({"unet_name_low": "demo"}, ["unet_name_low 'demo'", "choose 'none'"]),
-        ({"weight_dtype": "fp8_e4m3fn"}, ["weight_dtype 'fp8_e4m3fn'", "later version"]),
+        ({"unet_name_low": "demmo"}, ["unet_name_low 'demmo'", "nearest: 'demo'"]),
         ({"weight_dtype": "fp17"}, ["weight_dtype 'fp17'", "nearest: 'fp16'"]),
         ({"clip_name2": "auto"}, ["clip_name2 'auto'", "later version"]),
         ({"vae_name": "x.safetensors"}, ["vae_name 'x.safetensors'"]),
@@ -289,6 +287,11 @@ def test_an_engine_that_ended_is_replaced(fake: Client) -> None:
 def test_loader_refuses_by_name(fake: Client, widgets: dict[str, str], parts: list[str]) -> None:
     text = refusal(fake, change(paper(), "1", **widgets))
     assert all(part in text for part in parts), text
+
+
+def test_a_file_that_is_no_model_is_named(fake: Client) -> None:
+    text = message(run(fake, change(paper(), "1", unet_name="single.safetensors")))
+    assert text.startswith("PipeDiT Loader: ") and "single.safetensors is not a safetensors file" in text
 
 
 @pytest.mark.parametrize(

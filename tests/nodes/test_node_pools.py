@@ -12,7 +12,7 @@ import torch
 from comfyui_pipedit.errors import InvalidJob
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Tiling, Weights
-from nodes.catalog import Catalog, check_loader, complaint, diffusers_folders, fingerprint
+from nodes.catalog import Catalog, Choice, check_loader, complaint, diffusers_folders, fingerprint
 from nodes.compat import make
 from nodes.pools import Ahead, Pools
 
@@ -104,6 +104,9 @@ class Folders:
     def get_folder_paths(self, folder_name: str) -> list[str]:
         return [str(self.root / folder_name)]
 
+    def get_full_path_or_raise(self, folder_name: str, filename: str) -> str:
+        return str(self.root / folder_name / filename)
+
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
@@ -117,26 +120,29 @@ def catalog(tmp_path: Path) -> Catalog:
 
 
 def test_names_and_what_they_stand_for(catalog: Catalog, tmp_path: Path) -> None:
-    assert catalog.names == ["demo", "diffusers/org/wan", "a.safetensors", "checkpoints/a.safetensors"]
-    assert catalog.folder("diffusers/org/wan") == tmp_path / "diffusers/org/wan"
+    assert list(catalog.models) == ["demo", "diffusers/org/wan", "a.safetensors", "checkpoints/a.safetensors"]
+    assert catalog.path("diffusers/org/wan") == tmp_path / "diffusers/org/wan"
+    assert catalog.path("checkpoints/a.safetensors") == tmp_path / "checkpoints/a.safetensors"
 
 
 @pytest.mark.parametrize("name", ["../secret", "diffusers/../../secret", "/etc", "diffusers/other", ""])
 def test_only_listed_names_become_paths(catalog: Catalog, name: str) -> None:
     with pytest.raises(InvalidJob, match="unet_name"):
-        catalog.folder(name)
+        catalog.path(name)
 
 
 def test_values_over_links_are_checked_when_they_are_known(catalog: Catalog) -> None:
-    assert complaint(catalog, {"unet_name": None, "devices": None}) is None
-    check_loader(catalog, {"unet_name": "demo", "weight_dtype": "bf16", "devices": "cpu:4"})
+    assert complaint(catalog, Choice(None, None, None, None, None, None), None) is None
+    check_loader(catalog, Choice("demo", weight_dtype="bf16"), "cpu:4")
 
 
-def test_fingerprint_sees_a_replaced_file(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("one")
-    before = fingerprint(tmp_path)
-    (tmp_path / "x").write_text("other")
-    assert fingerprint(tmp_path) != before
+def test_fingerprint_sees_a_replaced_and_an_added_file(catalog: Catalog, tmp_path: Path) -> None:
+    choice = Choice("a.safetensors")
+    before = fingerprint(catalog, choice)
+    (tmp_path / "diffusion_models/a.safetensors").write_text("other")
+    replaced = fingerprint(catalog, choice)
+    (tmp_path / "vae/wan_vae.safetensors").write_text("new")
+    assert len({before, replaced, fingerprint(Catalog.read(Folders(tmp_path)), choice)}) == 3
 
 
 def test_absent_folders_hold_nothing(tmp_path: Path) -> None:
