@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "i2v-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH},
     "flf-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH, "pos_embed_seq_len": 10},
     "i2v-2.2": {"in_channels": 36},
+    "control-2.1": {"in_channels": 48, "image_dim": IMAGE_WIDTH},
     "ti2v": {"in_channels": 48, "out_channels": 48},
     "vace": {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 96},
 }

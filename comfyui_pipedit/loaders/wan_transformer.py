@@ -24,7 +24,7 @@ TEXT_TOKENS = 512
 OTHER_VARIANTS = {
     "control_adapter.": "Wan Fun Camera", "casual_audio_encoder.": "Wan 2.2 S2V (sound to video)",
     "audio_proj.": "HuMo", "face_adapter.": "Wan 2.2 Animate", "motion_encoder.": "Wan 2.2 Animate",
-    "ref_conv.": "Wan Fun Control",
+    "ref_conv.": "Wan Fun Control with a reference image",
 }
 """Names that begin like this belong to a variant that is not handled."""
 
@@ -149,5 +149,8 @@ def kind(config: Mapping[str, Any], file: str) -> str:
         version = "2.1" if config.get("image_dim") else "2.2"
         ends = "first and last frame" if config.get("pos_embed_seq_len") else "image"
         return f"Wan {version} {ends} to video"
+    if inputs in (3 * outputs, 3 * outputs + 4):
+        return "Wan Fun Control"
     raise LoadError(f"{file} is a Wan with {inputs} input and {outputs} output channels; handled are equal numbers "
-                    f"(text to video, VACE, TI2V) and {2 * outputs + 4} inputs (image to video)")
+                    f"(text to video, VACE, TI2V), {2 * outputs + 4} inputs (image to video), {3 * outputs} and "
+                    f"{3 * outputs + 4} (Fun Control)")

@@ -63,7 +63,12 @@ def inpaint(vae: list[Any], prefix: str) -> Graph:
 
 
 def control(vae: list[Any], prefix: str) -> Graph:
-    return {"made": node("WanFunControlToVideo", vae=vae, start_image=["red", 1], control_video=["blue", 1], **TEXTS,
+    return {"made": node("WanFunControlToVideo", vae=vae, start_image=["red", 1], control_video=["blue", 1],
+                         clip_vision_output=["red", 3], **TEXTS, **BATCH)}
+
+
+def control_with_mask(vae: list[Any], prefix: str) -> Graph:
+    return {"made": node("Wan22FunControlToVideo", vae=vae, ref_image=["red", 1], control_video=["blue", 1], **TEXTS,
                          **BATCH)}
 
 
@@ -88,7 +93,8 @@ def masked(vae: list[Any], prefix: str) -> Graph:
 
 CASES: dict[str, tuple[str, Any, bool]] = {
     "image-2.1": ("i2v-2.1", with_vision, True), "image-2.2": ("i2v-2.2", image_to_video, True),
-    "ends": ("flf-2.1", ends, True), "inpaint": ("i2v-2.2", inpaint, True), "control": ("i2v-2.2", control, False),
+    "ends": ("flf-2.1", ends, True), "inpaint": ("i2v-2.2", inpaint, True), "control": ("control-2.1", control, True),
+    "control-2.2": ("i2v-2.2", control_with_mask, False),
     "vace": ("vace", guided, True), "ti2v": ("ti2v", from_image, True), "mask": ("t2v", masked, True),
 }
 """Variant, builder, and whether the variant can make a clip of it; LATENT alone where the texts are not led through."""

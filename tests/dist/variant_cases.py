@@ -32,8 +32,9 @@ def told(variant: str, size: Size, images: int = 257) -> tuple[Branch, Tensor | 
     extras: dict[str, Tensor] = {}
     if "image_dim" in tiny_wan.VARIANTS[variant]:
         extras["clip_vision_output"] = draw(1, 1, images, tiny_wan.IMAGE_WIDTH)
-    if tiny_wan.VARIANTS[variant].get("in_channels") == 36:
-        extras |= {"concat_latent_image": draw(2, 1, 16, *size), "concat_mask": draw(3, 1, 4, *size)}
+    channels = {36: 16, 48: 32}.get(tiny_wan.VARIANTS[variant].get("in_channels"), 0)
+    if channels and variant != "ti2v":
+        extras |= {"concat_latent_image": draw(2, 1, channels, *size), "concat_mask": draw(3, 1, 4, *size)}
     if variant == "vace":
         extras |= {"vace_frames": draw(4, 2, 32, *size), "vace_mask": draw(5, 2, 64, *size),
                    "vace_strength": torch.tensor([0.5, 1.3])}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from torch import Tensor, nn
 
 from comfyui_pipedit import models
 from comfyui_pipedit.errors import InvalidJob
-from comfyui_pipedit.job import Branch, Geometry
+from comfyui_pipedit.job import Branch, Geometry, Weights
 from comfyui_pipedit.models.geometry import normalised
+from comfyui_pipedit.parallel.sequence import Context
+from comfyui_pipedit.worker.device import Device
+from comfyui_pipedit.worker.residency import Residency
 
 SIZE = (2, 4, 6)
 SIGMA = 0.7
@@ -102,6 +108,24 @@ def test_what_is_kept_has_noise_except_in_ti2v() -> None:
     wan, latent, noise = models.family("wan"), draw(1, 16, *SIZE), draw(1, 16, *SIZE, seed=1)
     assert torch.equal(wan.kept_part(stored("t2v"), latent, noise, 0.25), 0.25 * noise + 0.75 * latent)
     assert torch.equal(wan.kept_part(stored("ti2v"), latent, noise, 0.25), latent)
+
+
+@pytest.mark.parametrize("variant", tiny_wan.VARIANTS)
+def test_a_variant_in_16_bits_is_the_same_up_to_rounding(variant: str, tmp_path: Path) -> None:
+    """Loaded as ranks load it, with the modules in float32 that diffusers keeps so."""
+    network, wan = stored(variant), models.family("wan")
+    x, mask = draw(1, 48 if variant == "ti2v" else 16, *SIZE), draw(1, 1, *SIZE).abs()
+    text = Branch(draw(1, 16, tiny_wan.TEXT_WIDTH))
+    network.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", type(network).__name__]}))
+    residency, found = Residency(Device.parse("cpu:0"), Context(0, SimpleNamespace()), lambda text: None), []
+    for dtype in ("fp32", "bf16"):
+        weights = Weights("wan", "transformer", str(tmp_path), dtype)
+        residency.load(weights)
+        loaded = residency.get(weights)
+        given = wan.prepare(loaded, text, tuple(x.shape), mask, geometry(x.shape[1]))
+        found.append(wan.velocity(loaded, x, SIGMA, given))
+    assert 1e-5 < (found[1] - found[0]).abs().max() / found[0].abs().max() < 0.03
 
 
 @pytest.mark.parametrize(("variant", "extras", "text"), [
