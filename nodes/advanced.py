@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from comfyui_pipedit.errors import not_one_of
-
 from . import convert, inputs, waiting
 from .compat import make
 from .handles import PoolModel
@@ -102,18 +100,11 @@ class PipeDiTSamplerAdvanced(io.ComfyNode):
             scheduler,
             shift=shift,
             sigmas=sigmas,
-            add_noise=chosen("add_noise", add_noise),
+            add_noise=add_noise != "disable",
             start=start_at_step,
             end=end_at_step,
-            leftover=chosen("return_with_leftover_noise", return_with_leftover_noise),
+            leftover=return_with_leftover_noise == "enable",
         )
         with waiting.naming(NAME):
             inputs.refuse_plan(plan)
             return await run(cls.hidden.prompt or {}, model, positive, negative, latent_image, asked)
-
-
-def chosen(name: str, value: str) -> bool:
-    """Whether a switch is on. InvalidJob for another word, which a link may bring."""
-    if value not in SWITCH:
-        raise not_one_of(name, value, SWITCH)
-    return value == "enable"
