@@ -221,7 +221,7 @@ class Job:
 
     negative None = one guidance branch.
     latent, noise: float32 [1, C, T, h, w]; latent in VAE space, noise unit normal. noises: further draws of the solver.
-    mask: float32 [1, 1, T, h, w], 1 where the latent is to be made and 0 where it is to be kept; None = all of it.
+    mask: float32 [1, 1 or C, T, h, w], 1 where the latent is made and 0 where it is kept; None = all is made.
     switch_step: first step of the second expert; None = by the model's boundary.
     decode: when set, the pool decodes right after the last step, into the same ticket's frames.
     """

@@ -1,1 +1,1 @@
-"""PipeDiT in ComfyUI: thin nodes over the engine. `convert` is the only file that knows both sides' tensors."""
+"""PipeDiT in ComfyUI: thin nodes over the engine. `convert` and `conditioning` know both sides' tensors."""

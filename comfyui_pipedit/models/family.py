@@ -102,8 +102,8 @@ class Family(Protocol):
                 geometry: Geometry) -> Branch:
         """A branch as `velocity` takes it, made once a clip: extras in the form the network sees them, on the device.
 
-        shape: of the clip's latent. mask: float32 [1, 1, T, h, w], see job.Job. InvalidJob for extras that this network
-        does not take or that do not fit the clip.
+        shape: of the clip's latent. mask: float32 [1, 1 or C, T, h, w], see job.Job. InvalidJob for extras that do not
+        fit the network or the clip.
         """
         ...
 
