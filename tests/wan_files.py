@@ -204,14 +204,14 @@ def layouts() -> dict[str, Layout]:
             "comfy_quant": comfy_quant(), "metadata": in_metadata()}
 
 
-def write(file: Path, state: State, layout: Layout, prefix: str = "") -> Path:
+def write(file: Path, state: State, layout: Layout, prefix: str = "", head_dim: int = HEAD_DIM) -> Path:
     """Writes tensors as a single file; returns it."""
     from safetensors.torch import save_file
 
     made, metadata = layout(state)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({prefix + name: tensor for name, tensor in made.items()}, file,
-              {"head_dim": str(HEAD_DIM), "format": "pt", **metadata})
+              {"head_dim": str(head_dim), "format": "pt", **metadata})
     return file
 
 
@@ -254,7 +254,7 @@ def write_checkpoint(file: Path, transformer: State, vae: State, text: State) ->
 def write_all(folder: Path) -> list[Path]:
     """A file of each variant and each layout."""
     model = pieces()
-    text = text_tensors(text_encoder(_size(model)), model)
+    text = text_tensors(text_encoder(piece_count(model)), model)
     made: Mapping[str, State] = {name: original_transformer(transformer(name)) for name in VARIANTS}
     files = [write(folder / "diffusion_models" / f"wan-{name}.safetensors", state, plain("float32"))
              for name, state in made.items()]
@@ -267,7 +267,7 @@ def write_all(folder: Path) -> list[Path]:
     return [*files, write_checkpoint(folder / "checkpoints" / "wan.safetensors", made["t2v"], vaes["2.1"], text)]
 
 
-def _size(model: bytes) -> int:
+def piece_count(model: bytes) -> int:
     import sentencepiece
 
     return int(sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size())

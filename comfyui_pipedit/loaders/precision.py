@@ -87,15 +87,18 @@ def rules(family: str, part: str, weight_dtype: str, compute: torch.dtype) -> Ru
 
 def computed_as(weight_dtype: str, stored: torch.dtype) -> tuple[str, torch.dtype]:
     """(weight dtype, stored dtype) to choose a compute dtype by: fp8 is a way of holding weights, not of computing."""
+    if weight_dtype == FAST:
+        return "default", FP8_COMPUTE
     if weight_dtype in FP8_NAMES:
         return "default", stored if stored in (torch.bfloat16, torch.float16) else FP8_COMPUTE
     return weight_dtype, FP8_COMPUTE if stored in FP8 else stored
 
 
 def true_values(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """stored * scale in `dtype`, multiplied in float32 and rounded once. scale: float32 [1] on the tensor's device.
+    """stored * scale in `dtype`, multiplied in float32 and rounded once.
 
-    fp8 values are exact in 16 bits, and a one-dimensional scale makes the product float32: no float32 copy is needed.
+    scale: float32 without dimensions, on the CPU whatever the device: kernels take it as a number in full precision, so
+    that 16-bit copies of fp8 values, which are exact, can be multiplied in place.
     """
     if scale is None:
         return tensor.to(dtype)

@@ -47,8 +47,8 @@ class WeightFiles:
         return mapped_tensors(self.entries)
 
     def scale_values(self) -> dict[str, Tensor]:
-        """Weight name -> its scale, float32 [1] on the CPU."""
-        return {name: tensor.float().reshape(1) for name, tensor in mapped_tensors(self.scales)}
+        """Weight name -> its scale, float32 without dimensions, on the CPU."""
+        return {name: tensor.float().reshape(()).clone() for name, tensor in mapped_tensors(self.scales)}
 
 
 @dataclass(frozen=True, slots=True)

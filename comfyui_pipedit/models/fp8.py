@@ -13,6 +13,9 @@ from ..loaders.precision import FP8, true_values
 LARGEST = 448.0
 """Of float8_e4m3fn."""
 
+SMALLEST = 1e-12
+"""What counts as the largest value of a token that is all but zero."""
+
 GRANULE = 16
 """fp8 products need both sizes of a weight to be multiples of this."""
 
@@ -22,20 +25,23 @@ int8, and an input in fp8 would be ruined."""
 
 
 class Fp8Linear(nn.Module):
-    """x W^T + b with W = weight * scale; weight [out, in] in fp8, scale float32 [1] or None for 1.
+    """x W^T + b with W = weight * scale; weight [out, in] in fp8, scale float32 on the CPU without dimensions, or None
+    for 1.
 
-    fast: multiply in fp8 where the sizes allow it (e4m3fn only), with a scale for each token, so that a token's result
-    does not depend on which others are in the call. Scales for inputs that a file may hold are not used: they are one
-    for all tokens and cut off what is larger.
+    fast: multiply inputs in bfloat16 as fp8 (e4m3fn only) where the sizes allow it, with a scale for each token, so
+    that a token's result does not depend on which others are in the call. Scales for inputs that a file may hold are
+    not used: they are one for all tokens and cut off what is larger.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, fast: bool) -> None:
         super().__init__()
         self.fp8 = weight.dtype
+        self.scale = scale
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.register_buffer("scale", scale)
         self.fast = fast and self.fp8 == torch.float8_e4m3fn and not any(size % GRANULE for size in weight.shape)
+        outputs = weight.new_full((1, weight.shape[0]), 1.0 if scale is None else scale.item(), dtype=torch.float32)
+        self.register_buffer("output_scales", outputs if self.fast else None, persistent=False)
 
     @property
     def stored(self) -> Tensor:
@@ -47,17 +53,17 @@ class Fp8Linear(nn.Module):
         return true_values(self.stored, self.scale, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fast:
+        if self.fast and x.dtype == torch.bfloat16:
             return self._multiply_in_fp8(x)
         return F.linear(x, self.dequantised(x.dtype), self.bias)
 
     def _multiply_in_fp8(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        token = rows.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
-        one = torch.ones(1, device=x.device)
-        product = torch._scaled_mm((rows / token).to(self.fp8), self.stored.t(), scale_a=one,
-                                   scale_b=one if self.scale is None else self.scale, out_dtype=x.dtype)
-        result = product.mul_(token) if self.bias is None else product.mul_(token).add_(self.bias)
+        largest = torch.linalg.vector_norm(rows, ord=float("inf"), dim=1, keepdim=True)
+        factor = (LARGEST / largest.float().clamp(min=SMALLEST)).to(x.dtype)
+        tokens = (rows * factor).to(self.fp8).contiguous()
+        result = torch._scaled_mm(tokens, self.stored.t(), scale_a=factor.float().reciprocal(),
+                                  scale_b=self.output_scales, bias=self.bias, out_dtype=x.dtype)
         return result.view(*x.shape[:-1], -1)
 
 

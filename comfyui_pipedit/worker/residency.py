@@ -103,8 +103,8 @@ class PlacedWeights:
 
     @cached_property
     def _scales(self) -> dict[str, Tensor]:
-        """Weight name -> its scale on the device, float32 [1]."""
-        return {name: scale.to(self.device) for name, scale in self._files.scale_values().items()}
+        """Weight name -> its scale, float32 without dimensions, on the CPU."""
+        return self._files.scale_values()
 
     def _held(self, name: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
         """The tensor itself where it is right as stored, else its true values in the dtype to be held in."""
