@@ -42,10 +42,11 @@ def combine(transformer: str | Path, vae: str | Path | None, text: str | Path | 
             low: str | Path | None = None) -> ModelFiles:
     """A model out of separate places, each a file or a folder that holds that part. LoadError if they do not fit.
 
-    low: Wan 2.2 A14B's expert for low noise.
+    low: Wan 2.2 A14B's expert for low noise; None = the one that the transformer's own folder has, if any.
     """
+    at = place(transformer)
     second, decoder, encoder = (None if path is None else place(path) for path in (low, vae, text))
-    return _assembled(place(transformer), second, decoder, encoder, name)
+    return _assembled(at, second or at.low, decoder, encoder, name)
 
 
 def _assembled(at: Place, low: Place | None, vae: Place | None, text: Place | None, name: str) -> ModelFiles:

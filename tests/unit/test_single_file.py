@@ -268,6 +268,7 @@ def test_a_folder_with_two_experts(tmp_path: Path) -> None:
     (root / "model_index.json").write_text(json.dumps(index))
     files = loaders.inspect(root)
     assert files.boundary == 0.9 and files.transformer_low is not None
+    assert loaders.combine(root, root, None, "a14b").transformer_low == files.transformer_low, "it is not lost"
     high, low = (dict(loaders.open_weights(weights).mapped()) for weights in (files.transformer, files.transformer_low))
     assert high.keys() == low.keys() and not torch.equal(high["proj_out.weight"], low["proj_out.weight"])
     (root / "transformer_2" / "config.json").touch()
