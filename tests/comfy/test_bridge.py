@@ -199,6 +199,24 @@ def test_patches_of_the_network_are_refused(reference: Reference, comfy: Client,
     assert text in found and "PipeDiT Model Bridge" in found and "take the node" in found
 
 
+def test_a_lora_of_the_pool_is_seen_through_the_bridge(reference: Reference, comfy: Client) -> None:
+    loras = reference.models / "loras"
+    loras.mkdir(exist_ok=True)
+    generator, name = torch.Generator().manual_seed(8), "diffusion_model.blocks.0.ffn.0"
+    halves = {f"{name}.lora_up.weight": (512, 4), f"{name}.lora_down.weight": (4, 256)}
+    save_file({key: 0.2 * torch.randn(shape, generator=generator) for key, shape in halves.items()},
+              loras / "change.safetensors")  # fmt: skip
+    chosen = {"lora_name": "change.safetensors", "strength_model": 0.8}
+    graph = models(reference)
+    graph["core-lora"] = node("LoraLoaderModelOnly", model=["unet", 0], **chosen)
+    graph["pool-lora"] = node("PipeDiTLoRA", model=["loader", 0], expert="both", **chosen)
+    graph = twice(change(graph, "bridge", model=["pool-lora", 0]), ksampler)
+    plain = saved(comfy, succeeded(comfy, graph).files("core"))
+    outcome = succeeded(comfy, change(graph, "core-shifted", model=["core-lora", 0]))
+    assert error_of(comfy, outcome) < TOLERANCE
+    assert relative_error(saved(comfy, outcome.files("pool")), plain) > 100 * TOLERANCE
+
+
 def test_a_core_lora_is_refused(reference: Reference, comfy: Client) -> None:
     loras = reference.models / "loras"
     loras.mkdir(exist_ok=True)
