@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..errors import InvalidJob, SetupError
+from .upload import Uploader
 
 DType = torch.dtype  # inside of Device the name torch is a property
 
@@ -71,6 +74,10 @@ class Device:
         """Gives memory that the allocator holds back to the driver."""
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+    def bring(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor on this device) of CPU tensors, in their order: on the CPU themselves, else copies."""
+        return Uploader(self.torch).stream(tensors) if self.on_gpu else iter(tensors)
 
     def compute_dtype(self, name: str, stored: DType) -> DType:
         """What a network is computed in: by default the file's own dtype, float32 on the CPU, where 16-bit matmul is

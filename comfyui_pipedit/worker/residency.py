@@ -78,14 +78,13 @@ class PlacedWeights:
 
     def _placed(self, names: Collection[str]) -> Iterator[tuple[str, torch.dtype, Tensor]]:
         """(name, stored dtype, tensor to be held) in the files' order."""
-        for name, tensor in self._files.mapped():
-            if name not in names:
-                continue
+        wanted = ((name, tensor) for name, tensor in self._files.mapped() if name in names)
+        for name, tensor in self._device.bring(wanted):
             scale = self._scales.get(name)
             if name in self._layout:
                 yield name, tensor.dtype, self._shared(self._layout[name], tensor, scale)
             else:
-                yield name, tensor.dtype, self._held(name, tensor.to(self.device), scale)
+                yield name, tensor.dtype, self._held(name, tensor, scale)
 
     @cached_property
     def _layout(self) -> dict[str, Slot]:
