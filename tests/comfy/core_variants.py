@@ -150,8 +150,9 @@ def denoised(network: nn.Module, job: Any) -> Tensor:
 
     kept = KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
     task = ClipTask(Ticket("clip", lambda name: None), 1, job, Plan(Group((0,)), Group((0,))), kept)
-    clip = Denoise(task.open_message(1), task.fds.numbers, lambda expert: network, Context(0, None),
-                   Device.parse("cpu:0"), lambda text: None)
+    residency: Any = SimpleNamespace(check=lambda expert: network, take=lambda expert: network)
+    clip = Denoise(task.open_message(1), task.fds.numbers, residency, Context(0, None), Device.parse("cpu:0"),
+                   lambda text: None)
     clip.run(0, clip.units)
     finished: Tensor = task.finish()
     task.fds.close()
