@@ -13,6 +13,7 @@
         ├── WorkerStuck         a process does not answer, or its work passed the deadline
         ├── OutOfStep           a rank saw messages in the wrong order
         ├── SetupError          the workers cannot start here (missing packages, no such device)
+        │   └── DeviceTaken     another program's pool has the GPU
         └── PoolClosed          the engine was closed
 
 Errors cross the wire as (class name, text): `describe` and `rebuild`.
@@ -74,6 +75,10 @@ class OutOfStep(PoolError):
 
 class SetupError(PoolError):
     """The workers cannot start on this machine."""
+
+
+class DeviceTaken(SetupError):
+    """Another program's pool has the GPU; nothing was started."""
 
 
 class PoolClosed(PoolError):

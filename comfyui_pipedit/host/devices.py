@@ -1,4 +1,4 @@
-"""From the `devices` setting to the list of ranks, in the host: counts GPUs, touches none."""
+"""From the `devices` setting to the list of ranks, in the host: counts and names GPUs, makes no context on them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def resolve(devices: str) -> tuple[str, ...]:
 def on_gpu(devices: tuple[str, ...]) -> bool:
     """Whether these ranks are GPUs (a pool never mixes kinds)."""
     return devices[0].startswith("gpu:")
+
+
+def hardware(devices: tuple[str, ...]) -> dict[str, str]:
+    """GPU -> the hardware's own name, whatever CUDA_VISIBLE_DEVICES makes of the numbers. {} for CPU ranks.
+
+    Reading a GPU's properties makes no context on it, so it costs no memory there.
+    """
+    return {name: _uuid(int(name[4:])) for name in devices if name.startswith("gpu:")}
+
+
+def _uuid(index: int) -> str:
+    """A GPU's UUID; where torch does not tell it, the number that this process knows it by."""
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", f"gpu-{index}"))
 
 
 def _gpus(names: tuple[str, ...]) -> tuple[str, ...]:

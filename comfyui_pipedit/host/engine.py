@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import JobError, PipeDiTError, PoolClosed, Unplannable
+from ..errors import JobError, PipeDiTError, PoolClosed, PoolError, Unplannable
 from ..job import DecodeRequest, EncodeRequest, EvaluateRequest, Job, ModelFiles, Span, TextRequest
 from ..plan import Plan, shrink, split_groups
 from ..wire.buffer import KeptLatent
+from . import locks
 from .content import job_key
-from .devices import resolve
+from .devices import hardware, resolve
 from .policies import Policy, fcfs
 from .pool import Pool
 from .scheduler import Scheduler
@@ -50,6 +51,7 @@ class Engine:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._locked: dict[str, str] = {}
         self._idle_since = time.monotonic()
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ class Engine:
         The ticket's result is, for a Job the final latent float32 [1, C, T, h, w] in VAE space (and with `decode` set,
         `ticket.frames` is the ticket of the frames); for a DecodeRequest frames float32 [F, H, W, 3] in 0..1; for a
         TextRequest a list of embeddings; for an EncodeRequest a latent; for an EvaluateRequest a list of velocities.
-        Raises Unplannable, StorageFull or PoolClosed.
+        Raises Unplannable, StorageFull, PoolClosed, or DeviceTaken if another program's pool has a GPU.
         """
         closed = PoolClosed("the engine was closed; start ComfyUI again, or make a new Engine")
         if self._closed:
@@ -68,13 +70,16 @@ class Engine:
         if isinstance(request, TextRequest) and (known := self._texts.find(request)) is not None:
             return self._known(known)
         task = self._task(request, next(self._numbers))
-        with self._lock:  # the thread takes it before its last look at what was posted
-            if not self._closed:
+        try:
+            with self._lock:  # the thread takes it before its last look at what was posted
+                if self._closed:
+                    raise closed
                 self._start()
                 self._post(lambda: self.scheduler.add(task))
-                return task.ticket
-        task.ticket.fail(closed)
-        raise closed
+        except PoolError as error:
+            task.ticket.fail(error)
+            raise
+        return task.ticket
 
     def plan(self, files: ModelFiles, latent_shape: tuple[int, ...], chunks: int = 1) -> Plan:
         """The plan that a clip of this shape gets: the split's groups, cut where a clip is too small for them."""
@@ -118,6 +123,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=20)
         self.pool.close()
+        self._give_up_gpus()
         with self._lock:
             kept, self._kept = list(self._kept.values()), OrderedDict()
         _close_all(kept)
@@ -202,8 +208,20 @@ class Engine:
 
     def _start(self) -> None:
         if self._thread is None:
+            self._take_gpus()
             self._thread = threading.Thread(target=self._run, name="pipedit-engine", daemon=True)
             self._thread.start()
+
+    def _take_gpus(self) -> None:
+        """Locks the GPUs for this process until the pool is closed. DeviceTaken if another process has one."""
+        gpus = hardware(self.devices)
+        locks.of_this_process.take(gpus)
+        self._locked = gpus
+
+    def _give_up_gpus(self) -> None:
+        with self._lock:
+            locked, self._locked = self._locked, {}
+        locks.of_this_process.release(locked)
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -225,6 +243,7 @@ class Engine:
             self._run_commands()
             self.scheduler.fail_all(reason)
             self.pool.close()
+            self._give_up_gpus()
 
     def _turn(self) -> None:
         for event in self.pool.poll(POLL_SECONDS):
