@@ -99,6 +99,67 @@ def test_sampler_custom_advanced(reference: Reference, comfy: Client, guider: st
     assert error_of(comfy, succeeded(comfy, graph)) < TOLERANCE
 
 
+def test_ksampler_advanced(reference: Reference, comfy: Client) -> None:
+    def build(model: list[Any], prefix: str) -> Graph:
+        given = {"positive": ["red", 0], "negative": ["blue", 0], "latent_image": ["empty", 0], "cfg": 3.0}
+        part = {"steps": 6, "start_at_step": 1, "end_at_step": 4, "return_with_leftover_noise": "enable"}
+        chosen = {"add_noise": "enable", "noise_seed": 4, "sampler_name": "uni_pc_bh2", "scheduler": "beta"}
+        return {
+            "shifted": node("ModelSamplingSD3", model=model, shift=5.0),
+            "latent": node("KSamplerAdvanced", model=[f"{prefix}shifted", 0], **given, **part, **chosen),
+        }
+
+    assert error_of(comfy, succeeded(comfy, twice(models(reference), build))) < TOLERANCE
+
+
+def test_two_guidances(reference: Reference, comfy: Client) -> None:
+    """DualCFGGuider: three branches of one latent."""
+
+    def build(model: list[Any], prefix: str) -> Graph:
+        made = custom("BasicGuider", "euler")(model, prefix)
+        scales = {"cfg_conds": 4.0, "cfg_cond2_negative": 2.0, "style": "regular"}
+        texts = {"cond1": ["red", 0], "cond2": ["green", 0], "negative": ["blue", 0]}
+        guider = node("DualCFGGuider", model=[f"{prefix}shifted", 0], **texts, **scales)
+        return made | {"guider": guider, "shifted": node("ModelSamplingSD3", model=model, shift=8.0)}
+
+    graph = models(reference) | {"green": node("ProbeConditioning", seed=3, rows=7)}
+    graph = change(twice(graph, build), "pool-sigmas", model=["core-shifted", 0])
+    assert error_of(comfy, succeeded(comfy, change(graph, "core-sigmas", model=["core-shifted", 0]))) < TOLERANCE
+
+
+def test_timesteps_of_another_scale(reference: Reference, comfy: Client) -> None:
+    """ModelSamplingAuraFlow tells the network sigma itself, not a thousand times it."""
+
+    def build(model: list[Any], prefix: str) -> Graph:
+        return {**ksampler(model, prefix), "shifted": node("ModelSamplingAuraFlow", model=model, shift=1.73)}
+
+    assert error_of(comfy, succeeded(comfy, twice(models(reference), build))) < TOLERANCE
+
+
+def test_a_step_that_is_skipped(reference: Reference, comfy: Client) -> None:
+    """LazyCache wraps the guided estimate, and leaves out calls of the model."""
+
+    def build(model: list[Any], prefix: str) -> Graph:
+        cache = node("LazyCache", model=model, reuse_threshold=0.9, start_percent=0.0, end_percent=1.0, verbose=False)
+        return {"cached": cache, **ksampler([f"{prefix}cached", 0], prefix, steps=8)}
+
+    outcome = succeeded(comfy, twice(models(reference), build))
+    plain = succeeded(comfy, twice(models(reference), lambda model, prefix: ksampler(model, prefix, steps=8)))
+    assert error_of(comfy, outcome) < TOLERANCE
+    assert relative_error(saved(comfy, outcome.files("pool")), saved(comfy, plain.files("pool"))) > 100 * TOLERANCE
+
+
+def test_after_comfyui_unloaded_its_models(reference: Reference, comfy: Client) -> None:
+    """The bridge has nothing to unload, and works on: with what the cache still holds, and made anew."""
+    first = succeeded(comfy, twice(models(reference), ksampler))
+    comfy.request("/free", {"unload_models": True})
+    second = succeeded(comfy, twice(models(reference), lambda model, prefix: ksampler(model, prefix, seed=12)))
+    comfy.request("/free", {"unload_models": True, "free_memory": True})
+    third = succeeded(comfy, twice(models(reference), ksampler))
+    assert error_of(comfy, second) < TOLERANCE
+    assert torch.equal(saved(comfy, first.files("pool")), saved(comfy, third.files("pool")))
+
+
 def test_a_batch_of_an_odd_size(reference: Reference, comfy: Client) -> None:
     graph = twice(models(reference, width=72, batch=2), ksampler)
     assert error_of(comfy, succeeded(comfy, graph)) < TOLERANCE
