@@ -88,6 +88,8 @@ class PooledModel(comfy.model_base.BaseModel):
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
         """What the model is told in one branch, in ComfyUI's wrappers: text, extras, and the mask of the latent."""
+        if given.get("cross_attn") is None:
+            raise InvalidJob(f"{NAME}: a conditioning has no text; connect CLIP Text Encode")
         told = {key: value for key, value in given.items() if key not in CORE_KEYS}
         read = conditioning.read([[given["cross_attn"], told]], "conditioning", self.pool.files)
         count = len(given["noise"])

@@ -16,7 +16,9 @@ from comfyui_pipedit.errors import Cancelled, InvalidJob, OutOfMemory, Unplannab
 from comfyui_pipedit.host.engine import Engine
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Branch, EvaluateRequest, Stage
+from comfyui_pipedit.models.geometry import to_vae
 from comfyui_pipedit.plan import Group, Plan
+from comfyui_pipedit.sampling import advance, finish, start
 
 SECONDS = 30.0
 TEXT = torch.linspace(-1, 1, 8).view(1, 1, 8)
@@ -128,6 +130,18 @@ def test_it_waits_while_a_rank_that_it_does_not_need_comes_back(engine: Engine, 
     hold.wait()
     os.kill(engine.pool.pids()[2], signal.SIGKILL)
     assert torch.equal(ended(ticket).result()[0], expected[0])
+
+
+def test_a_clip_by_single_calls_has_the_bits_of_the_pools_own(engine: Engine) -> None:
+    job = toy.job(decode=False)
+    assert job.negative is not None
+    state = start(job.table, job.noise, job.latent)
+    for row in (row for step in job.table.steps for row in step):
+        asked = EvaluateRequest(toy.FILES, state.x, row.sigma, (job.positive, job.negative))
+        one, other = (state.x - found * row.sigma for found in answer(engine, asked))
+        state = advance(row, state, other + (one - other) * job.cfg)
+    latent = to_vae(finish(job.table, state), toy.GEOMETRY)
+    assert torch.equal(latent, ended(engine.submit(job)).result())
 
 
 def test_it_and_a_clip_take_turns(engine: Engine) -> None:
