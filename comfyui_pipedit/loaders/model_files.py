@@ -22,8 +22,11 @@ NO_TEXT = TextFacts(wan_transformer.TEXT_TOKENS, ())
 
 
 def place(path: str | Path) -> Place:
-    """A folder in diffusers' layout or a single file. Nothing is read yet."""
-    whole = Path(path).resolve()
+    """A folder in diffusers' layout or a single file. Nothing is read yet.
+
+    A link keeps its own name: what it leads to, as in a download cache, may have a name that says nothing.
+    """
+    whole = Path(path).parent.resolve() / Path(path).name
     return SingleFile(whole) if whole.is_file() else DiffusersFolder(whole)
 
 

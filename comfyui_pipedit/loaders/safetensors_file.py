@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -125,18 +126,20 @@ def read_header(path: Path) -> Header:
 
 def _header_json(path: Path) -> tuple[dict[str, Any], int, int]:
     """(header, where the data begin, their bytes)."""
-    if not path.is_file():
-        raise LoadError(f"{path} is missing")
-    total = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else total
-        if length > total - 8:
-            raise LoadError(f"{path} is not a safetensors file, or it is cut off ({total} bytes)")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            header = None
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else total
+            text = file.read(length) if length <= total - 8 else b""
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    if length > total - 8:
+        raise LoadError(f"{path} is not a safetensors file, or it is cut off ({total} bytes)")
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
     if not isinstance(header, dict):
         raise LoadError(f"{path} is not a safetensors file: its header is not JSON")
     return header, 8 + length, total - 8 - length

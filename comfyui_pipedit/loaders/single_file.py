@@ -25,6 +25,9 @@ PREFIXES: dict[str, tuple[str, ...]] = {
 }
 MARKERS = {"transformer": wan_transformer.MARKER, "vae": wan_vae_file.MARKER, "text": umt5_file.MARKER}
 TOKENIZERS = (umt5_file.TOKENIZER, f"text_encoders.{umt5_file.TOKENIZER}", f"cond_stage_model.{umt5_file.TOKENIZER}")
+SPARE = ("logit_scale", "text_projection")
+"""What ComfyUI saves with any text encoder and no umt5 needs."""
+
 NAMED = 3
 """So many tensors of a list are named in an error."""
 
@@ -86,7 +89,8 @@ def read_contents(path: Path) -> Contents:
     unused = set(header.entries).difference(TOKENIZERS)
     for part, prefix in found.items():
         others = tuple(other for other in found.values() if other != prefix and other.startswith(prefix))
-        mine = {name for name in unused if name.startswith(prefix) and not (others and name.startswith(others))}
+        mine = {name for name in unused if name.startswith(prefix) and not (others and name.startswith(others))
+                and name.rpartition(".")[2] not in SPARE}
         parts[part] = _read_part(part, {name.removeprefix(prefix): header.entries[name] for name in sorted(mine)},
                                  header, prefix)
         unused -= mine

@@ -23,7 +23,8 @@ TEXT_TOKENS = 512
 
 OTHER_VARIANTS = {
     "control_adapter.": "Wan Fun Camera", "casual_audio_encoder.": "Wan 2.2 S2V (sound to video)",
-    "audio_proj.": "HuMo", "face_adapter.": "Wan 2.2 Animate", "motion_encoder.": "Wan 2.2 Animate",
+    "audio_proj.": "HuMo or another Wan that follows sound", "face_adapter.": "Wan 2.2 Animate",
+    "motion_encoder.": "Wan 2.2 Animate",
     "ref_conv.": "Wan Fun Control with a reference image",
 }
 """Names that begin like this belong to a variant that is not handled."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_wan
@@ -132,6 +131,22 @@ def test_a_text_encoders_config_is_that_of_the_network_it_was_made_of(folder: Pa
     expected = wan_files.text_encoder(found["vocab_size"]).config.to_dict()
     assert {key: found[key] for key in found if key != "_class_name"} == {key: expected[key] for key in found
                                                                          if key != "_class_name"}
+
+
+def test_a_link_into_a_cache_is_the_file_that_it_is_called(folder: Path, tmp_path: Path) -> None:
+    """As a download cache has it: the file itself is called by its hash."""
+    (tmp_path / "1f3a").write_bytes(model_file(folder, "t2v").read_bytes())
+    (tmp_path / "wan.safetensors").symlink_to("1f3a")
+    files = loaders.inspect(tmp_path / "wan.safetensors")
+    assert files.name == "wan.safetensors" and files.transformer.path == str(tmp_path / "wan.safetensors")
+    assert len(dict(loaders.open_weights(files.transformer).mapped())) == 69
+
+
+def test_what_comfyui_saves_beside_a_text_encoder_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "text_encoders" / "umt5-fp32.safetensors")
+    save_file({**state, "logit_scale": torch.tensor(4.6)}, tmp_path / "saved.safetensors")
+    assert loaders.place(tmp_path / "saved.safetensors").unused == ("logit_scale",)
+    assert opened(tmp_path / "saved.safetensors", "text").entries.keys() == state.keys() - {"spiece_model"}
 
 
 def test_released_models_have_heads_of_128(folder: Path, tmp_path: Path) -> None:

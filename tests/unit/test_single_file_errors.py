@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comfyui_pipedit import loaders
 from comfyui_pipedit.errors import LoadError
+from comfyui_pipedit.loaders.safetensors_file import read_header
 
 State = dict[str, Tensor]
 BYTES = torch.zeros(4, dtype=torch.uint8)
@@ -57,6 +58,11 @@ def test_other_kinds_of_files(tmp_path: Path, name: str, said: str) -> None:
 def test_a_missing_file_and_a_damaged_header(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"gone.safetensors is missing: neither a folder nor a file"):
         loaders.inspect(tmp_path / "gone.safetensors")
+    (tmp_path / "folder.safetensors").symlink_to(tmp_path / "gone.safetensors")
+    with pytest.raises(LoadError, match=r"folder.safetensors is missing"):
+        loaders.inspect(tmp_path / "folder.safetensors")
+    with pytest.raises(LoadError, match=r"gone.safetensors cannot be read: No such file"):
+        read_header(tmp_path / "gone.safetensors")
     for header, said in ((b"[]", "its header is not JSON"), (b'{"a": {"dtype": "F32"}}', "its header says .* of a"),
                          (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
                           "cut off: tensor a ends at byte 36 of 0; download it again")):
