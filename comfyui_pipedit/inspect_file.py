@@ -11,7 +11,7 @@ from typing import Any
 
 from .loaders import WeightFiles, place
 from .loaders.model_files import FAMILY
-from .loaders.precision import DTYPES, FP8, FP8_NAMES, computed_as, rules
+from .loaders.precision import DTYPES, FP8, FP8_NAMES, held_bytes, on_a_gpu
 from .loaders.wan_transformer import kind as transformer_kind
 
 GIB = 2.0**30
@@ -110,13 +110,7 @@ def _text(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
 def _held(part: str, files: WeightFiles) -> dict[str, int]:
     """Bytes on a GPU by weight_dtype; only a transformer has a choice."""
     names = ("default", *DTYPES, *FP8_NAMES) if part == "transformer" else ("default",)
-    held = {}
-    for name in names:
-        by_name, stored = computed_as(name, files.stored_dtype)
-        how = rules(FAMILY, part, name, DTYPES.get(by_name, stored))
-        held[name] = sum(entry.num_values * how.target(key, entry.dtype).itemsize
-                         for key, entry in files.entries.items())
-    return held
+    return {name: held_bytes(files.entries, on_a_gpu(FAMILY, part, name, files.stored_dtype)) for name in names}
 
 
 def paragraph(found: Report) -> str:

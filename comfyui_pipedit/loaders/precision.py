@@ -94,6 +94,17 @@ def computed_as(weight_dtype: str, stored: torch.dtype) -> tuple[str, torch.dtyp
     return weight_dtype, FP8_COMPUTE if stored in FP8 else stored
 
 
+def on_a_gpu(family: str, part: str, weight_dtype: str, stored: torch.dtype) -> Rules:
+    """The rules for a network on a GPU, where "default" is computed in the dtype that most of it is stored in."""
+    name, compute = computed_as(weight_dtype, stored)
+    return rules(family, part, weight_dtype, DTYPES.get(name, compute))
+
+
+def held_bytes(entries: Mapping[str, Entry], held: Rules) -> int:
+    """Bytes of all tensors of a network as they are held."""
+    return sum(entry.num_values * held.target(name, entry.dtype).itemsize for name, entry in entries.items())
+
+
 def true_values(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """stored * scale in `dtype`, multiplied in float32 and rounded once.
 
