@@ -1,7 +1,7 @@
 """`python -m comfyui_pipedit verify`: does this machine give the same numbers on any number of ranks?
 
 One pool, many plans: every split of every rank count, every chunk count, an even and an uneven number of tokens. A row
-compares the final latent and the decoded frames with one rank's.
+compares the final latent and the decoded frames with one rank's. With --tiny it needs no model and tries every variant.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
@@ -17,9 +18,13 @@ from .config import EngineConfig
 from .errors import InvalidJob
 from .host.devices import on_gpu, resolve
 from .host.engine import Engine
-from .job import ModelFiles
+from .job import Job, ModelFiles
 from .plan import Group, Plan, split_groups
 from .requests import Clip, Settings, encode_texts, find_model, make_job
+from .verify_tiny import FAMILIES, Case, cases, check_families, tiny_models
+
+Outcome = tuple[Tensor, Tensor]
+"""Latent and frames of a clip."""
 
 SIZES = (Clip(96, 96, 17), Clip(112, 112, 17))
 PROMPT = "a red circle moving right on black background"
@@ -31,6 +36,7 @@ GPU_TOLERANCE = 1e-4
 class Row:
     """One plan against one rank. Errors are max|a - b| and that over max|b|, for latent and frames."""
 
+    model: str
     split: str
     chunks: int
     tokens: int
@@ -43,6 +49,8 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--model", default="demo", help="'demo' or a Wan 2.1 folder in diffusers' layout")
+    parser.add_argument("--tiny", action="store_true", help="tiny random models of --families in place of --model")
+    parser.add_argument("--families", default="wan", help=f"with --tiny: {', '.join(FAMILIES)}")
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks to verify")
     parser.add_argument("--devices", default="", help="default: cpu:N, or as many GPUs as the largest number of ranks")
     parser.add_argument("--steps", type=int, default=2)
@@ -54,18 +62,28 @@ def run(options: argparse.Namespace) -> int:
     """Prints a row for each plan; 0 if all pass, 1 if not."""
     counts = parse_counts(options.ranks)
     devices = options.devices or default_devices(max(counts))
-    files = find_model(options.model)
-    settings = Settings(seed=1, steps=options.steps)
+    check_families(options.families)
+    files = None if options.tiny else find_model(options.model)
     engine = Engine(EngineConfig(devices=devices, split=str(len(resolve(devices)))))
     passed = True
     try:
-        texts = encode_texts(engine, files, (options.prompt, ""))
-        for row in rows(engine, files, texts, settings, counts):
-            passed &= row.passed
-            print(json.dumps(asdict(row)) if options.json else sentence(row), flush=True)
+        with ExitStack() as stack:
+            for case in model_cases(engine, files, options) if files else cases(stack.enter_context(tiny_models()),
+                                                                               options.steps):
+                for row in rows(engine, case, counts):
+                    passed &= row.passed
+                    print(json.dumps(asdict(row)) if options.json else sentence(row), flush=True)
     finally:
         engine.close()
     return 0 if passed else 1
+
+
+def model_cases(engine: Engine, files: ModelFiles, options: argparse.Namespace) -> Iterator[Case]:
+    """A clip of each size of one model, of a prompt."""
+    texts = encode_texts(engine, files, (options.prompt, ""))
+    settings = Settings(seed=1, steps=options.steps)
+    for clip in SIZES:
+        yield Case(files.name, files, make_job(files, texts, clip.latent_shape(files), settings, decode=True))
 
 
 def parse_counts(text: str) -> list[int]:
@@ -94,39 +112,38 @@ def plans(split: str, num_heads: int, world: int) -> Iterator[Plan]:
         yield Plan(denoise, decode, chunks)
 
 
-def rows(
-    engine: Engine, files: ModelFiles, texts: list[Tensor], settings: Settings, counts: list[int]
-) -> Iterator[Row]:
-    """Runs everything and yields a row for each plan and size."""
+def rows(engine: Engine, case: Case, counts: list[int]) -> Iterator[Row]:
+    """Makes a clip by each plan and yields a row for each."""
     tolerance = GPU_TOLERANCE if on_gpu(engine.devices) else 0.0
-    for clip in SIZES:
-        shape = clip.latent_shape(files)
-
-        def clip_by(plan: Plan, shape: tuple[int, ...] = shape) -> tuple[Tensor, Tensor]:
-            ticket = engine.submit(make_job(files, texts, shape, settings, decode=True, plan=plan))
-            assert ticket.frames is not None
-            ticket.wait()
-            latent = ticket.result()
-            ticket.frames.wait()
-            return latent, ticket.frames.result()
-
-        reference = clip_by(Plan(Group((0,)), Group((0,))))
-        for split in (split for count in counts for split in splits(count)):
-            for plan in plans(split, files.geometry.num_heads, len(engine.devices)):
-                yield compare(split, plan.chunks, files.geometry.num_tokens(shape), clip_by(plan), reference, tolerance)
+    geometry = case.files.geometry
+    tokens = geometry.num_tokens(tuple(case.job.latent.shape))
+    reference = outcome(engine, case.by(Plan(Group((0,)), Group((0,)))))
+    for split in (split for count in counts for split in splits(count)):
+        for plan in plans(split, geometry.num_heads, len(engine.devices)):
+            found = outcome(engine, case.by(plan))
+            yield compare((case.name, split, plan.chunks, tokens), found, reference, tolerance)
 
 
-def compare(split: str, chunks: int, tokens: int, found: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor],
-            tolerance: float) -> Row:
-    """The row of one run against the reference run: (latent, frames) each."""
+def outcome(engine: Engine, job: Job) -> Outcome:
+    """Latent and frames of a clip."""
+    ticket = engine.submit(job)
+    assert ticket.frames is not None
+    ticket.wait()
+    latent = ticket.result()
+    ticket.frames.wait()
+    return latent, ticket.frames.result()
+
+
+def compare(what: tuple[str, str, int, int], found: Outcome, reference: Outcome, tolerance: float) -> Row:
+    """The row of one run against the reference run. what: model, split, chunks, tokens."""
     difference = (found[0] - reference[0]).abs().max().item()
     relative = difference / reference[0].abs().max().item()
     frames = (found[1] - reference[1]).abs().max().item()
-    return Row(split, chunks, tokens, difference, relative, frames, relative <= tolerance and frames <= 10 * tolerance)
+    return Row(*what, difference, relative, frames, relative <= tolerance and frames <= 10 * tolerance)
 
 
 def sentence(row: Row) -> str:
     """A row for a person."""
     verdict = "pass" if row.passed else "FAIL"
-    return (f"{verdict}  split {row.split:>4}  chunks {row.chunks}  tokens {row.tokens:>5}  max {row.max_error:.2e}  "
-            f"relative {row.relative_error:.2e}  frames {row.frames_error:.2e}")
+    return (f"{verdict}  {row.model:<11}  split {row.split:>4}  chunks {row.chunks}  tokens {row.tokens:>5}  "
+            f"max {row.max_error:.2e}  relative {row.relative_error:.2e}  frames {row.frames_error:.2e}")

@@ -1,66 +1,32 @@
 """A small random Wan in diffusers' folder layout, with a closed vocabulary: what loader, model and worker tests run on.
 
-Weights keep activations near variance 1 (standard deviation 1 / sqrt(inputs)), so that the velocity depends visibly on
-the latent, the timestep and the text. Needs the workers' packages on sys.path: `use_worker_site`.
+The networks are those of `verify --tiny`. They need the workers' packages on sys.path: `use_worker_site`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from comfyui_pipedit.tiny import (
+    IMAGE_WIDTH,
+    TEXT_TOKENS,
+    TEXT_WIDTH,
+    VARIANTS,
+    randomise,
+    transformer,
+    use_worker_site,
+    vae,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["IMAGE_WIDTH", "ROOT", "TEXT_TOKENS", "TEXT_WIDTH", "VARIANTS", "WORDS", "Weights", "randomise",
+           "text_encoder", "transformer", "use_worker_site", "vae", "write_model", "write_tokenizer"]
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("a", "red", "green", "blue", "circle", "square", "moving", "left", "right", "on", "black", "background")
-TEXT_WIDTH, TEXT_TOKENS, IMAGE_WIDTH = 32, 16, 24
-VARIANTS: dict[str, dict[str, Any]] = {
-    "t2v": {},
-    "i2v-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH},
-    "flf-2.1": {"in_channels": 36, "image_dim": IMAGE_WIDTH, "pos_embed_seq_len": 10},
-    "i2v-2.2": {"in_channels": 36},
-    "control-2.1": {"in_channels": 48, "image_dim": IMAGE_WIDTH},
-    "ti2v": {"in_channels": 48, "out_channels": 48},
-    "vace": {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 96},
-}
-"""What the configs of Wan's variants have else than text to video; image keys are as wide as the network."""
-
-
-def use_worker_site() -> None:
-    """Puts the workers' packages where the launcher puts them: at the end of sys.path."""
-    site = str(ROOT / ".workers")
-    if site not in sys.path:
-        sys.path.append(site)
-
-
-def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights that keep variances near 1."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        draw = torch.randn(parameter.shape, generator=generator)
-        near_one = ("norm" in name or "gamma" in name) and not name.endswith("bias")
-        scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 and not near_one else 0.1
-        parameter.data = scale * draw + (1.0 if near_one else 0.0)
-    return module
-
-
-def transformer(**changes: Any) -> nn.Module:
-    """diffusers' own network: 4 heads of 16, 2 layers; `changes` may be one of VARIANTS."""
-    from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
-
-    config: dict[str, Any] = {
-        "patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16,
-        "out_channels": 16, "text_dim": TEXT_WIDTH, "freq_dim": 64, "ffn_dim": 128, "num_layers": 2,
-        "rope_max_seq_len": 64, **changes}
-    if config.get("image_dim"):
-        config["added_kv_proj_dim"] = config["num_attention_heads"] * config["attention_head_dim"]
-    kind = WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel
-    return randomise(kind(**config)).eval()
 
 
 class Weights:
@@ -75,12 +41,6 @@ class Weights:
 
     def tensors(self) -> Any:
         return ((name, tensor.to(self.device)) for name, tensor in self.network.state_dict().items())
-
-
-def vae() -> nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    return randomise(AutoencoderKLWan(base_dim=4, num_res_blocks=1)).eval()
 
 
 def text_encoder() -> nn.Module:
