@@ -144,14 +144,14 @@ def fp8(dtype: str = "float8_e4m3fn") -> Layout:
     return make
 
 
-def _scaled(state: State, held: str, ending: str) -> tuple[State, list[str]]:
+def _scaled(state: State, held: str, ending: str, linear: re.Pattern[str] = LINEAR) -> tuple[State, list[str]]:
     """(linear weights in `held` with a scale beside them and the rest in bfloat16, names of those layers)."""
     import torch
 
     kind = getattr(torch, held)
     made, layers = {}, []
     for name, tensor in state.items():
-        if not tensor.is_floating_point() or not LINEAR.fullmatch(name) or tensor.dim() != 2:
+        if not tensor.is_floating_point() or not linear.fullmatch(name) or tensor.dim() != 2:
             made[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             continue
         scale = tensor.abs().max() / 448.0
@@ -161,12 +161,12 @@ def _scaled(state: State, held: str, ending: str) -> tuple[State, list[str]]:
     return made, layers
 
 
-def scaled_fp8(held: str = "float8_e4m3fn") -> Layout:
+def scaled_fp8(held: str = "float8_e4m3fn", linear: re.Pattern[str] = LINEAR) -> Layout:
     """The older layout: a marker, scale_weight and scale_input."""
     import torch
 
     def make(state: State) -> tuple[State, dict[str, str]]:
-        made, layers = _scaled(state, held, "scale_weight")
+        made, layers = _scaled(state, held, "scale_weight", linear)
         made["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
         made |= {f"{layer}.scale_input": torch.tensor(0.5) for layer in layers}
         return made, {}
