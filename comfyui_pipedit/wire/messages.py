@@ -1,8 +1,9 @@
 """One frozen dataclass a message, both directions, and the codec: JSON tagged by class name, no pickle.
 
 Tensors never travel in a frame: a `TensorRef` names one of the file descriptors that accompany the frame (wire.buffer).
-Host to rank: Load Unload Encode Open Evaluate Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready Loaded
-Encoded Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked Reaped.
+Host to rank: Load Unload Measure Encode Open Evaluate Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready
+Loaded Measured Encoded Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked
+Reaped.
 """
 
 from __future__ import annotations
@@ -88,6 +89,23 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """A rank's device, in bytes. free: for anyone; cached: held by this rank's allocator, free for the rank alone."""
+
+    free: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What work did to a rank's device, in bytes. peak: the most beside weights; cached: as in Memory, afterwards."""
+
+    peak: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Make a network resident. `buffer` (host-made, for all ranks) holds a converted copy; the `writer` fills it."""
 
@@ -111,6 +129,19 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Answered by Measured, when all that was sent before is done. Only for ranks whose Ready tells of memory."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    rank: int
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
 class Encode:
     """Text encode on one rank; answered by Encoded with one descriptor that holds all embeddings."""
 
@@ -126,6 +157,7 @@ class Encoded:
     job: str
     tensors: tuple[TensorRef, ...]
     spans: tuple[Span, ...]
+    use: Use = Use()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +252,7 @@ class LeaseDone:
     last: int
     spans: tuple[Span, ...]
     frames: int = 0
+    use: Use = Use()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +299,13 @@ class Exit:
     """End politely."""
 
 
-Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Encode | Encoded | Open | Evaluate
-           | DecodeOpen | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping | Pong | Exit)
+Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Measure | Measured | Encode | Encoded
+           | Open | Evaluate | DecodeOpen | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping
+           | Pong | Exit)
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 NOUNS: tuple[type, ...] = (TensorRef, BranchRef, Weights, LoraUse, Expert, Geometry, Plan, Group, SolverTable, Row,
-                           Tiling, Span)
+                           Tiling, Span, Memory, Use)
 
 
 def encode(message: Message) -> bytes:

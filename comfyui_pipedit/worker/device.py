@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidJob, SetupError
+from ..wire.messages import Memory, Use
 from .upload import Uploader
 
 DType = torch.dtype  # inside of Device the name torch is a property
@@ -69,6 +70,27 @@ class Device:
     def free_memory(self) -> int:
         """Bytes free on the GPU; 0 on the CPU, where nobody counts."""
         return torch.cuda.mem_get_info(self.index)[0] if self.on_gpu else 0
+
+    def memory(self) -> Memory:
+        """The GPU now; zeros on the CPU."""
+        if not self.on_gpu:
+            return Memory(0, 0, 0)
+        free, total = torch.cuda.mem_get_info(self.index)
+        return Memory(free, total, self._cached())
+
+    def start_peak(self) -> None:
+        """Forgets the most memory that this process had, for `use`."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.index)
+
+    def use(self, weights: int) -> Use:
+        """The most memory since `start_peak`, beside so many bytes of weights; zeros on the CPU."""
+        if not self.on_gpu:
+            return Use()
+        return Use(max(0, torch.cuda.max_memory_allocated(self.index) - weights), self._cached())
+
+    def _cached(self) -> int:
+        return torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
 
     def release_cached(self) -> None:
         """Gives memory that the allocator holds back to the driver."""

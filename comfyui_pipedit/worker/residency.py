@@ -6,6 +6,7 @@ of the host map. On a GPU tensors are copied there and converted there. Weights 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
@@ -155,6 +156,7 @@ class Residency:
         self._networks: dict[Weights, Any] = {}
         self._sources: dict[Weights, PlacedWeights] = {}
         self._adapted: dict[Weights, Adapted] = {}
+        self._sizes: dict[Weights, int] = {}
 
     def load(self, weights: Weights, buffer: Tensor | None = None, writer: bool = True) -> int:
         """Makes a network resident; its bytes, mapped or not. LoadError if files are missing or misfit."""
@@ -164,7 +166,14 @@ class Residency:
                 source = PlacedWeights(weights, self._device, buffer, writer)
                 self._networks[weights], self._sources[weights] = self._build(weights, source), source
             self._device.synchronize()
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._networks[weights].parameters())
+            parameters = self._networks[weights].parameters()
+            self._sizes[weights] = sum(tensor.numel() * tensor.element_size() for tensor in parameters)
+        return self._sizes[weights]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all resident networks."""
+        return sum(self._sizes.values())
 
     def get(self, weights: Weights) -> Any:
         """The resident network. OutOfStep if nobody loaded it."""
@@ -195,8 +204,9 @@ class Residency:
     def unload(self, keys: tuple[Weights, ...]) -> None:
         """Forgets networks and gives their memory back."""
         for weights in keys:
-            for held in (self._networks, self._sources, self._adapted):
+            for held in (self._networks, self._sources, self._adapted, self._sizes):
                 held.pop(weights, None)
+        gc.collect()  # hooks know their modules, so that a network goes with the collector only
         self._device.release_cached()
 
     def _build(self, weights: Weights, source: PlacedWeights) -> Any:

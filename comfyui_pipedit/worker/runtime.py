@@ -37,12 +37,15 @@ from ..wire.messages import (
     LeaseDone,
     Load,
     Loaded,
+    Measure,
+    Measured,
     Message,
     Open,
     Opened,
     Ready,
     Refused,
     Unload,
+    Use,
     VaeEncode,
 )
 from .control import Control
@@ -65,8 +68,9 @@ class Runtime:
         self._seq = 0
         self._phase = ""
         self._handlers: dict[type, Callable[[Any, Sequence[int]], None]] = {
-            Load: self._load, Unload: self._unload, Encode: self._encode, VaeEncode: self._vae_encode, Open: self._open,
-            Evaluate: self._open_evaluation, DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
+            Load: self._load, Unload: self._unload, Measure: self._measure, Encode: self._encode,
+            VaeEncode: self._vae_encode, Open: self._open, Evaluate: self._open_evaluation,
+            DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
         }
 
     def phase(self, text: str) -> None:
@@ -140,8 +144,12 @@ class Runtime:
         self.phase("unloading")
         self.residency.unload(message.weights)
 
+    def _measure(self, message: Measure, fds: Sequence[int]) -> None:
+        self.channel.send(Measured(self.rank, self.device.memory()))
+
     def _encode(self, message: Encode, fds: Sequence[int]) -> None:
         self.phase("text encode")
+        self.device.start_peak()
         started = time.monotonic()
         encoder = self.residency.get(message.weights)
         tensors = [encoder.encode(text).float().cpu() for text in message.texts]
@@ -149,6 +157,7 @@ class Runtime:
 
     def _vae_encode(self, message: VaeEncode, fds: Sequence[int]) -> None:
         self.phase("vae encode")
+        self.device.start_peak()
         started = time.monotonic()
         frames = buffer.attach(fds[message.frames.fd], message.frames)
         family = models.family(message.weights.family)
@@ -158,7 +167,8 @@ class Runtime:
     def _send_tensors(self, job: str, tensors: list[torch.Tensor], name: str, started: float) -> None:
         shared = [buffer.share(tensor, name) for tensor in tensors]
         refs = tuple(buffer.at(ref, i) for i, (_, ref) in enumerate(shared))
-        self.channel.send(Encoded(self.rank, job, refs, (self._span(name, job, started),)), [fd for fd, _ in shared])
+        answer = Encoded(self.rank, job, refs, (self._span(name, job, started),), self._use())
+        self.channel.send(answer, [fd for fd, _ in shared])
         for fd, _ in shared:
             os.close(fd)
 
@@ -181,14 +191,18 @@ class Runtime:
         job = self.jobs.get(message.job)
         if job is None:  # closed or refused while this lease was on its way
             return
+        self.device.start_peak()
         started = time.monotonic()
         frames = job.run(message.first, message.last)
         self.device.synchronize()
         spans = (self._span(job.name, message.job, started),)
-        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, frames))
+        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, frames, self._use()))
 
     def _close(self, message: Close, fds: Sequence[int]) -> None:
         self.jobs.pop(message.job, None)
+
+    def _use(self) -> Use:
+        return self.device.use(self.residency.num_bytes)
 
     def _span(self, name: str, job: str, started: float) -> Span:
         return Span(self.rank, name, job, started, time.monotonic())
