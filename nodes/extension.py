@@ -18,4 +18,5 @@ class PipeDiTExtension(ComfyExtension):
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [PipeDiTLoader, PipeDiTLoRA, PipeDiTSampler, PipeDiTSamplerAdvanced, PipeDiTVAEDecode, PipeDiTModelBridge]
+        samplers = [PipeDiTSampler, PipeDiTSamplerAdvanced]
+        return [PipeDiTLoader, PipeDiTLoRA, *samplers, PipeDiTVAEDecode, PipeDiTModelBridge]
