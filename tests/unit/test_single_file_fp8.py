@@ -229,6 +229,7 @@ def test_a_device_without_fp8_products_says_so_once(folder: Path, monkeypatch: p
     asked = weights(folder, "scaled_fp8", "fp8_e4m3fn_fast")
     residency = Residency(CPU, Context(0, SimpleNamespace()), lambda phase: None)
     monkeypatch.setattr(Device, "synchronize", lambda self: None)
+    monkeypatch.setattr(Device, "bring", lambda self, tensors: tensors)
     with caplog.at_level(logging.WARNING):
         residency.load(asked)
     assert [record.getMessage() for record in caplog.records] == [
