@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "requests": {"host", "loaders"},
     "generate": {"host", "loaders", "requests", "timeline", "contact_sheet"},
     "tiny": set(),
+    "bench": {"host", "loaders", "requests"},
     "verify_tiny": {"loaders", "requests", "tiny"},
     "verify": {"host", "requests", "verify_tiny"},
     "inspect_file": {"loaders"},
