@@ -68,7 +68,7 @@ class PoolClip:
         return self
 
     def tokenize(self, text: str, return_word_ids: bool = False, **options: Any) -> Tokens:
-        """Checks a prompt: InvalidJob for weights like "(red:1.3)" and for words the model does not know."""
+        """Checks a prompt: InvalidJob for words the model does not know."""
         if options:
             raise InvalidJob(f"{CLIP_NAME}: {', '.join(options)} is not supported; connect a core CLIPLoader")
         with waiting.naming(CLIP_NAME):

@@ -18,9 +18,10 @@ from .model_files import (
     place,
     stamp,
 )
-from .vocabulary import check_text, check_weights, check_words, load_tokenizer, unescape, word_list
+from .prompt import segments
+from .vocabulary import check_text, check_words, load_tokenizer, word_list
 from .weight_files import WeightFiles
 
-__all__ = ["Companions", "WeightFiles", "buffer_layout", "check_dtype", "check_text", "check_weights", "check_words",
+__all__ = ["Companions", "WeightFiles", "buffer_layout", "check_dtype", "check_text", "check_words",
            "combine", "converted_bytes", "find_companions", "inspect", "load_tokenizer", "open_tokens", "open_weights",
-           "place", "stamp", "unescape", "word_list"]
+           "place", "segments", "stamp", "word_list"]

@@ -1,14 +1,14 @@
-"""What a prompt may say, known from a model's tokenizer files: words of a closed vocabulary, no prompt weights yet."""
+"""What a prompt may say, known from a model's tokenizer files: words of a closed vocabulary."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidJob
 from ..job import ModelFiles
+from .prompt import plain
 from .safetensors_file import read_json
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TEXT_TOKENS = 512
 """Wan's text length, used where the tokenizer names none (transformers then writes a huge number)."""
-
-_WEIGHTED = re.compile(r"(?<!\\)\(([^()]*)\)")
 
 
 def text_tokens(path: Path) -> int:
@@ -36,20 +34,6 @@ def word_list(path: Path) -> tuple[str, ...]:
     special.add(model.get("unk_token", "<unk>"))
     vocab: dict[str, Any] = model.get("vocab") or {}
     return tuple(word for word in sorted(vocab, key=lambda word: vocab[word]) if word not in special)
-
-
-def unescape(text: str) -> str:
-    r"""ComfyUI's escapes in a prompt without weights: "\(" and "\)" mean the parentheses themselves."""
-    return text.replace(r"\(", "(").replace(r"\)", ")")
-
-
-def check_weights(text: str) -> None:
-    """InvalidJob if a prompt holds weights, as in "(red:1.3)" or "(red)": not supported yet, and never ignored."""
-    match = _WEIGHTED.search(text)
-    if match:
-        plain = match[1].split(":")[0].strip() or "the words alone"
-        raise InvalidJob(f"prompt weights such as {match[0]} are not supported yet; write {plain} "
-                         r"(a literal parenthesis is written \( or \))")
 
 
 def check_words(tokenizer: Tokenizer, vocabulary: tuple[str, ...], text: str) -> None:
@@ -73,10 +57,10 @@ def _unknown_words(unknown: list[str], vocabulary: tuple[str, ...]) -> str:
 
 
 def check_text(files: ModelFiles, text: str) -> None:
-    """Host-side check of a prompt at graph time; raises InvalidJob as `check_weights` and `check_words` do."""
-    check_weights(text)
+    """Host-side check of a prompt at graph time; raises InvalidJob as `segments` and `check_words` do."""
+    words = plain(text)
     if files.vocabulary and files.text is not None:
-        check_words(load_tokenizer(Path(files.text.path)), files.vocabulary, unescape(text))
+        check_words(load_tokenizer(Path(files.text.path)), files.vocabulary, words)
 
 
 def load_tokenizer(root: Path) -> Tokenizer:

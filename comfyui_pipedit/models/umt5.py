@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from ..errors import LoadError
-from ..loaders import check_weights, open_tokens, unescape
+from ..loaders import open_tokens, segments
 from ..loaders.tokens import TextTokens
 from .family import WeightSource
 from .skeleton import assign, on_meta
@@ -23,12 +23,31 @@ class UMT5Text:
         self.model, self.tokens = model, tokens
 
     def encode(self, text: str) -> Tensor:
-        """float32 [1, L, D]. InvalidJob for prompt weights, and for words that a closed vocabulary lacks."""
-        check_weights(text)
-        ids = self.tokens.ids(unescape(text))
+        """float32 [1, L, D]. InvalidJob for words that a closed vocabulary lacks."""
+        ids: list[int] = []
+        weights: list[float] = []
+        for segment in segments(text):
+            *words, _ = self.tokens.ids(segment.text)
+            ids += words
+            weights += [segment.weight] * len(words)
+        *_, end = self.tokens.ids("")
+        hidden = self._weighted(self._hidden([*ids, end]), [*weights, 1.0], end)
+        return torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self.tokens.length - hidden.shape[1])))
+
+    def _hidden(self, ids: list[int]) -> Tensor:
         device = self.model.shared.weight.device
-        hidden = self.model(input_ids=torch.tensor([ids], device=device)).last_hidden_state.float()
-        return torch.nn.functional.pad(hidden, (0, 0, 0, max(0, self.tokens.length - len(ids))))
+        found: Tensor = self.model(input_ids=torch.tensor([ids], device=device)).last_hidden_state
+        return found.float()
+
+    def _weighted(self, hidden: Tensor, weights: list[float], end: int) -> Tensor:
+        """Each token's way from an empty text's embedding, times its weight; an empty text is zero but for its end
+        token, at the first place."""
+        if all(weight == 1.0 for weight in weights):
+            return hidden
+        empty = torch.zeros_like(hidden)
+        empty[:, :1] = self._hidden([end])
+        factors = torch.tensor(weights, device=hidden.device)[None, :, None]
+        return torch.where(factors == 1.0, hidden, (hidden - empty) * factors + empty)
 
     def parameters(self) -> list[Tensor]:
         """The network's tensors."""

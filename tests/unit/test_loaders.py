@@ -216,22 +216,36 @@ def test_unknown_words_are_named_with_the_nearest_and_the_vocabulary(whole: Path
     assert ", ".join(tiny_wan.WORDS) in text
 
 
-@pytest.mark.parametrize(("text", "named"), [
-    ("a (red:1.3) circle", r"\(red:1\.3\) are not supported yet; write red"), ("(red) circle", r"\(red\).*write red"),
-    ("((red circle))", r"write red circle"), ("(:1.2)", "write the words alone"),
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("a red circle", [("a red circle", 1.0)]),
+    ("a (red:1.3) circle", [("a ", 1.0), ("red", 1.3), (" circle", 1.0)]),
+    ("(red) and ((blue))", [("red", 1.1), (" and ", 1.0), ("blue", 1.1 * 1.1)]),
+    ("(a (red:0.5) circle)", [("a ", 1.1), ("red", 0.5), (" circle", 1.1)]),
+    (r"a circle \(red\)", [("a circle (red)", 1.0)]),
+    ("(red:much)", [("red:much", 1.1)]),
+    ("(:1.2)", [(":1.2", 1.1)]),
+    ("a (red circle", [("a ", 1.0), ("(red circle", 1.0)]),
+    ("a red) circle", [("a red) circle", 1.0)]),
+    ("(red:-1)", [("red", -1.0)]),
+    ("", []),
 ])
-def test_prompt_weights_are_refused_by_name(whole: Path, text: str, named: str) -> None:
-    with pytest.raises(InvalidJob, match=named):
-        loaders.check_text(loaders.inspect(whole), text)
+def test_prompt_weights(prompt: str, expected: list[tuple[str, float]]) -> None:
+    assert [(piece.text, piece.weight) for piece in loaders.segments(prompt)] == expected
 
 
-def test_escaped_parentheses_are_text() -> None:
-    loaders.check_weights(r"a circle \(red\)")
-    assert loaders.unescape(r"a circle \(red\)") == "a circle (red)"
+def test_weighted_words_are_checked_as_words(whole: Path) -> None:
+    loaders.check_text(loaders.inspect(whole), "a (red:1.3) circle")
+    with pytest.raises(InvalidJob, match="'purple'"):
+        loaders.check_text(loaders.inspect(whole), "a (purple:1.3) circle")
+
+
+def test_an_embedding_is_refused_by_name() -> None:
+    with pytest.raises(InvalidJob, match="names an embedding"):
+        loaders.segments("a red circle embedding:nice")
 
 
 def test_weight_dtypes_that_do_not_exist_are_refused_by_name() -> None:
     for name in ("default", "bf16", "fp16", "fp32", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"):
         assert loaders.check_dtype(name) == name
-    with pytest.raises(InvalidJob, match="'fp8' is not available here; allowed: default, bf16, .*nearest: "):
+    with pytest.raises(InvalidJob, match=r"'fp8' is not available here; allowed: default, bf16, .*nearest: "):
         loaders.check_dtype("fp8")

@@ -301,11 +301,18 @@ def test_empty_and_long_texts(files: ModelFiles, residency: Residency) -> None:
     assert encoder.encode("red " * 40).shape == (1, 41, 32), "a longer text gives a longer embedding, as in ComfyUI"
 
 
-def test_the_encoder_refuses_unknown_words_and_weights(residency: Residency, files: ModelFiles) -> None:
+def test_the_encoder_refuses_unknown_words(residency: Residency, files: ModelFiles) -> None:
     with pytest.raises(InvalidJob, match="'purple'"):
         residency.get(files.text).encode("a purple circle")
-    with pytest.raises(InvalidJob, match="write red"):
-        residency.get(files.text).encode("a (red:1.3) circle")
+
+
+def test_weights_stretch_the_way_from_an_empty_text(files: ModelFiles, residency: Residency) -> None:
+    encoder = residency.get(files.text)
+    plain, empty = encoder.encode("a red circle"), encoder.encode("")
+    found = encoder.encode("(a:0.5) (red:1.3) circle")
+    assert torch.equal(found[0, 2:], plain[0, 2:])
+    assert torch.allclose(found[0, 1], 1.3 * plain[0, 1])
+    assert torch.allclose(found[0, 0], empty[0, 0] + 0.5 * (plain[0, 0] - empty[0, 0]))
 
 
 def test_half_precision_text_encoder_loads(halves: ModelFiles) -> None:
