@@ -8,7 +8,7 @@ converts nothing again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 class Residence:
     """Loads on demand: `ensure` until it says True."""
 
-    def __init__(self, pool: PoolLike, next_seq: Callable[[], int]) -> None:
-        self._pool, self._next_seq = pool, next_seq
+    def __init__(self, pool: PoolLike, next_seq: Callable[[], int],
+                 on_unload: Callable[[int], None] = lambda rank: None) -> None:
+        """on_unload: hears of each rank that is told to unload, and so gives back what its allocator holds."""
+        self._pool, self._next_seq, self._on_unload = pool, next_seq, on_unload
         self._loaded: dict[tuple[int, Weights], int] = {}
+        self._sizes: dict[Weights, int] = {}
         self._loading: set[tuple[int, Weights]] = set()
         self._buffers: dict[Weights, tuple[int, TensorRef] | None] = {}
         self._filled: set[Weights] = set()
@@ -54,7 +57,7 @@ class Residence:
     def loaded(self, rank: int, message: Loaded) -> None:
         """A rank reports; a buffer is complete with its first report."""
         self._loading.discard((rank, message.weights))
-        self._loaded[rank, message.weights] = message.num_bytes
+        self._loaded[rank, message.weights] = self._sizes[message.weights] = message.num_bytes
         self._filled.add(message.weights)
 
     def refused(self, rank: int) -> set[Weights]:
@@ -75,12 +78,31 @@ class Residence:
 
     def make_room(self, rank: int, used: Collection[Weights]) -> bool:
         """Drops from a rank what was used longest ago of what nobody uses; False if there is nothing."""
-        idle = [weights for other, weights in self._loaded if other == rank and weights not in used]
+        idle = self.idle(rank, used)
         if not idle:
             return False
-        self._pool.send(rank, Unload(self._next_seq(), (idle[0],)))
-        del self._loaded[rank, idle[0]]
+        self.drop(rank, (idle[0][0],))
         return True
+
+    def idle(self, rank: int, used: Collection[Weights]) -> list[tuple[Weights, int]]:
+        """What a rank has and nobody uses, with its bytes; what was used longest ago comes first."""
+        return [(weights, size) for (other, weights), size in self._loaded.items()
+                if other == rank and weights not in used]
+
+    def drop(self, rank: int, keys: Sequence[Weights]) -> None:
+        """Takes networks, maybe none, from a rank, which gives back what its allocator holds as well."""
+        self._pool.send(rank, Unload(self._next_seq(), tuple(keys)))
+        self._on_unload(rank)
+        for weights in keys:
+            del self._loaded[rank, weights]
+
+    def size(self, weights: Weights) -> int | None:
+        """Bytes of a network that some rank has loaded once; None if none has."""
+        return self._sizes.get(weights)
+
+    def num_bytes(self, rank: int) -> int:
+        """Bytes of what a rank has. Any thread."""
+        return sum(size for (other, _), size in list(self._loaded.items()) if other == rank)
 
     def hold_back(self, rank: int, asked: Collection[Weights]) -> None:
         """Asks a rank for these no more until `release`: others work there, and the memory is theirs till then."""
@@ -108,6 +130,7 @@ class Residence:
         for rank in sorted({rank for rank, weights in self._loaded if weights in keys}):
             held_there = tuple(weights for other, weights in self._loaded if other == rank and weights in keys)
             self._pool.send(rank, Unload(self._next_seq(), held_there))
+            self._on_unload(rank)
         self._loaded = {entry: size for entry, size in self._loaded.items() if entry[1] not in keys}
         self._filled.difference_update(keys)
         for weights in keys:
@@ -117,7 +140,7 @@ class Residence:
     def summary(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and network, for the status."""
         table: dict[str, dict[str, int]] = {}
-        for (rank, weights), size in self._loaded.items():
+        for (rank, weights), size in list(self._loaded.items()):
             table.setdefault(str(rank), {})[f"{weights.part}:{weights.path}"] = size
         return table
 

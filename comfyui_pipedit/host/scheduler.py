@@ -29,7 +29,9 @@ from ..errors import (
 )
 from ..job import Progress, Span, Stage, Weights
 from ..wire.channel import close_all
-from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Message, Opened, Refused
+from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Measured, Message, Opened, Ready, Refused
+from .claims import Claims
+from .neighbour import Neighbour
 from .policies import Candidate, Policy, fcfs
 from .pool import FromRank, PoolEvent, PoolReady, RankLost
 from .residence import Residence
@@ -56,16 +58,20 @@ class PoolLike(Protocol):
     def send(self, rank: int, message: Message, fds: Any = ()) -> None: ...
     def restart(self, reason: PoolError) -> None: ...
     def phase(self, rank: int) -> str: ...
+    def facts(self, rank: int) -> Ready | None: ...
+    def wake(self) -> None: ...
 
 
 class Scheduler:
     """All tasks of one pool. Used by one thread (the engine's)."""
 
     def __init__(self, pool: PoolLike, config: EngineConfig, on_finished: Callable[[Task, Any], None],
-                 policy: Policy = fcfs) -> None:
+                 policy: Policy = fcfs, neighbour: Neighbour | None = None) -> None:
+        """neighbour: where to ask for memory that others in this process hold; None = nobody is asked."""
         self.pool, self.config, self.policy = pool, config, policy
         self.tasks: dict[str, Task] = {}
-        self.residence = Residence(pool, self._next_seq)
+        self.residence = Residence(pool, self._next_seq, lambda rank: self.claims.released(rank))
+        self.claims = Claims(pool, self.residence, self._next_seq, neighbour)
         self.spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._on_finished = on_finished
         self._seq = 0
@@ -100,9 +106,9 @@ class Scheduler:
         starved: set[int] = set()
         for candidate in self.policy([self._candidate(task) for task in self.tasks.values()]):
             task = self.tasks[candidate.task]
-            if starved.intersection(task.ranks):
-                continue  # an earlier one waits for memory that this one would hold on to
-            if self.residence.is_held_back(task.weights, task.ranks):
+            if starved.intersection(task.ranks) and (task.busy or not task.in_use):
+                continue  # an earlier one waits for memory; a decode goes on, since it gives none back before its end
+            if self.residence.is_held_back(task.weights, task.ranks) or self.claims.is_crowded(task):
                 starved.update(task.ranks)
             try:
                 self._serve(task)
@@ -123,6 +129,12 @@ class Scheduler:
                 return self._lost(error, self._owing(task))
         return None
 
+    def give_back(self, device: str, num_bytes: int, done: Callable[[int], None]) -> None:
+        """Frees memory of a device that nothing uses now; `done` hears how many bytes it was."""
+        if self.pool.state != "ready":
+            return done(0)
+        return self.claims.give_back(self.pool.devices.index(device), num_bytes, self.tasks.values(), done)
+
     def fail_all(self, error: PipeDiTError) -> None:
         """Ends every task, for a pool that will not come back."""
         for task in list(self.tasks.values()):
@@ -138,6 +150,8 @@ class Scheduler:
         message, rank = event.message, event.rank
         if isinstance(message, Loaded):
             self.residence.loaded(rank, message)
+        elif isinstance(message, Measured):
+            self.claims.measured(rank, message.memory)
         elif isinstance(message, Opened):
             self._opened(rank, message)
         elif isinstance(message, (LeaseDone, Encoded)):
@@ -162,6 +176,7 @@ class Scheduler:
         if task is None or task.state != "open":
             return
         before = task.done
+        self.claims.learn(rank, task.work, message.use)
         self.residence.release()
         task.leases[rank] -= 1
         task.reported[rank] = units_reported(message)
@@ -195,6 +210,7 @@ class Scheduler:
 
     def _refused(self, rank: int, message: Refused) -> None:
         error = rebuild(message.error, message.text)
+        self.claims.released(rank)
         if not message.job:
             return self._load_refused(rank, error)
         task = self.tasks.get(message.job)
@@ -255,7 +271,7 @@ class Scheduler:
         task.ticket.report(Progress(Stage.LOADING, task.done, task.units or 0, text))
 
     def _open(self, task: Task) -> None:
-        if not self.residence.ensure(task.weights, task.ranks):
+        if not self._has_weights(task):
             return
         message = task.open_message(0)
         task.since = time.monotonic()
@@ -266,11 +282,15 @@ class Scheduler:
             assert opening is not None
             self.pool.send(rank, opening, task.fds.numbers)
 
+    def _has_weights(self, task: Task) -> bool:
+        """Whether its next unit has its memory and its network on all ranks; asks for what is missing."""
+        return self.claims.granted(task, self.tasks.values()) and self.residence.ensure(task.weights, task.ranks)
+
     def _grant(self, task: Task) -> None:
         while task.state == "open" and not task.cancelling and task.units is not None and task.granted < task.units:
             if any(self.leases_out(rank) >= LEASES_OUT for rank in task.ranks):
                 return
-            if not self.residence.ensure(task.weights, task.ranks):
+            if not self._has_weights(task):
                 return self._report_loading(task)
             self.residence.touch(task.weights, task.ranks)
             last = min(task.units, task.granted + task.lease_units())
@@ -288,6 +308,8 @@ class Scheduler:
 
     def _owing(self, task: Task) -> tuple[int, ...]:
         if task.state == "loading" or (task.state == "open" and not task.busy):
+            if (asked := self.claims.owing(task)) is not None:
+                return asked
             return tuple(rank for rank in task.ranks if not self.residence.has(rank, task.weights))
         if task.state == "opening":
             return tuple(rank for rank in task.ranks if rank not in task.opened)
@@ -303,6 +325,7 @@ class Scheduler:
         """A rank is gone: its tasks fail and say what is kept, the others go on from kept latents in a new world."""
         log.error("%s", explained(error, RESTARTS))
         self.residence.forget()
+        self.claims.forget()
         for task in list(self.tasks.values()):
             if task.state == "waiting":
                 continue
@@ -322,6 +345,7 @@ class Scheduler:
     def _drop(self, task: Task) -> None:
         self.tasks.pop(task.id, None)
         self._attempts.pop(task.id, None)
+        self.claims.drop(task.id)
         self.residence.release()
         if task.state in ("opening", "open") and self.pool.state == "ready":
             for rank in task.ranks:

@@ -34,6 +34,7 @@ from ..wire.messages import (
     TensorRef,
     VaeEncode,
 )
+from .estimate import Work
 from .ticket import Ticket
 
 EVALUATIONS_OUT = 4
@@ -127,6 +128,11 @@ class Task:
         """Whether a granted unit is not reported by every rank yet."""
         return self.granted > self.done
 
+    @property
+    def work(self) -> Work:
+        """Its next unit as memory sees it."""
+        return Work(self.kind, self.weights)
+
     def reset(self) -> None:
         """Back to waiting, after the pool was rebuilt; buffers stay."""
         self.state, self.units, self.granted = "waiting", None, self.first
@@ -181,6 +187,11 @@ class ClipTask(Task):
     @property
     def weights(self) -> Weights:
         return self.job.expert(self.granted).weights
+
+    @property
+    def work(self) -> Work:
+        job = self.job
+        return Work(self.kind, self.weights, job.files.geometry, tuple(job.latent.shape), self.plan.denoise.size)
 
     @property
     def needs(self) -> tuple[Weights, ...]:
@@ -252,6 +263,12 @@ class EvaluateTask(Task):
         self.velocities: Tensor | None = None
         self._message: Evaluate | None = None
 
+    @property
+    def work(self) -> Work:
+        request = self.request
+        shape = tuple(request.x.shape)
+        return Work("denoise", self.weights, request.files.geometry, shape, self.plan.denoise.size)
+
     def open_message(self, seq: int) -> Message:
         if self._message is None:
             self._message = self._share(seq)
@@ -284,6 +301,11 @@ class DecodeTask(Task):
         self.request = request
         self.frames: Tensor | None = None
         self._message: DecodeOpen | None = None
+
+    @property
+    def work(self) -> Work:
+        request = self.request
+        return Work(self.kind, self.weights, request.geometry, tuple(request.latent.shape), tiling=request.tiling)
 
     def open_message(self, seq: int) -> Message:
         if self._message is None:
@@ -344,6 +366,10 @@ class VaeEncodeTask(TextTask):
         self.frames, self.units = request, 1
         self.tensors = []
         self._ref: TensorRef | None = None
+
+    @property
+    def work(self) -> Work:
+        return Work(self.kind, self.weights, self.frames.geometry, tuple(self.frames.frames.shape))
 
     def lease_message(self, seq: int, first: int, last: int) -> tuple[Message, Sequence[int]]:
         if self._ref is None:

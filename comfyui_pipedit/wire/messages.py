@@ -99,10 +99,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What work did to a rank's device, in bytes. peak: the most beside weights; cached: as in Memory, afterwards."""
+    """What work took of a rank's device, in bytes beside the weights. peak: at most; held: what the rank's allocator holds
+    on to afterwards, for the next work."""
 
     peak: int = 0
-    cached: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

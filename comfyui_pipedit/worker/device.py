@@ -76,7 +76,8 @@ class Device:
         if not self.on_gpu:
             return Memory(0, 0, 0)
         free, total = torch.cuda.mem_get_info(self.index)
-        return Memory(free, total, self._cached())
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return Memory(free, total, cached)
 
     def start_peak(self) -> None:
         """Forgets the most memory that this process had, for `use`."""
@@ -84,13 +85,11 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.index)
 
     def use(self, weights: int) -> Use:
-        """The most memory since `start_peak`, beside so many bytes of weights; zeros on the CPU."""
+        """Since `start_peak`, beside so many bytes of weights; zeros on the CPU."""
         if not self.on_gpu:
             return Use()
-        return Use(max(0, torch.cuda.max_memory_allocated(self.index) - weights), self._cached())
-
-    def _cached(self) -> int:
-        return torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        peak, held = torch.cuda.max_memory_allocated(self.index), torch.cuda.memory_reserved(self.index)
+        return Use(max(0, peak - weights), max(0, held - weights))
 
     def release_cached(self) -> None:
         """Gives memory that the allocator holds back to the driver."""
