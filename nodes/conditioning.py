@@ -29,6 +29,17 @@ HARMLESS: Mapping[str, Callable[[Any], bool]] = {
 """Keys that change nothing with these values, where there is one entry."""
 
 
+COMPOSED = frozenset({"area", "mask", "start_percent", "end_percent", "strength", "default"})
+"""Keys by which ComfyUI weighs an estimate by place and time, and adds it to others."""
+
+
+def is_composed(conditioning: Conditioning) -> bool:
+    """Whether ComfyUI puts several estimates together for it, or one that does not count everywhere and always."""
+    return len(conditioning) > 1 or any(
+        key in COMPOSED and value is not None and not _changes_nothing(key, value)
+        for _, extra in conditioning for key, value in extra.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """One plain CONDITIONING: its text [N, L, D] and what else it carries that a model may read, by ComfyUI's keys."""
@@ -43,13 +54,11 @@ class Told:
 
 
 def read(conditioning: Conditioning, name: str, files: ModelFiles) -> Told:
-    """Checks a CONDITIONING. InvalidJob by name for several entries, for keys that would change the result and are not
-    supported, for values of another kind than ComfyUI's nodes make, and for another text width."""
+    """Checks a CONDITIONING of one entry. InvalidJob by name for none, for keys that would change the result and are
+    not supported, for values of another kind than ComfyUI's nodes make, and for another text width."""
     if len(conditioning) != 1:
-        raise InvalidJob(
-            f"{name} has {len(conditioning)} conditioning entries; combined or scheduled conditionings come in a "
-            "later version, connect one CLIP Text Encode directly"
-        )
+        raise InvalidJob(f"{name} has {len(conditioning)} conditioning entries, and one is needed: connect CLIP Text "
+                         "Encode")
     text, extra = conditioning[0]
     values = {key: value for key, value in extra.items() if value is not None and not _changes_nothing(key, value)}
     unknown = sorted(key for key in values if key not in READERS)

@@ -14,6 +14,7 @@ from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Job
 
 from . import convert, graph, solving, waiting
+from .conditioning import is_composed
 from .convert import FollowUp
 from .handles import PoolModel
 from .pools import Ahead
@@ -36,7 +37,8 @@ async def run(
         return io.NodeOutput(dict(latent))
     node = getattr(get_executing_context(), "node_id", "")
     follow_up = decode_after(prompt, node, model) if levels[-1] == 0 else None
-    if solving.by_table(asked, levels):
+    told = [positive, *([negative] if negative is not None and asked.evaluates_negative else [])]
+    if solving.by_table(asked, levels) and not any(map(is_composed, told)):
         settings = solving.settings(asked, levels)
         jobs = convert.jobs(model.files, positive, negative, latent, settings, follow_up, f"node {node}")
         samples, frames, ui = await in_the_pool(model, jobs)

@@ -314,7 +314,6 @@ def test_a_switch_step_needs_two_experts(fake: Client) -> None:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("two entries", ["positive has 2 conditioning entries"]),
         ("control", ["positive carries control,"]),
         ("wide", ["[1, 16, 4096]", "[1, length, 64]"]),
         ("mask", ["noise_mask is [8]"]),
