@@ -17,10 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from comfyui_pipedit.config import EngineConfig
 from comfyui_pipedit.errors import PipeDiTError, PoolClosed
 from comfyui_pipedit.host.devices import resolve
+from comfyui_pipedit.host.neighbour import Neighbour
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import DecodeRequest, EncodeRequest, EvaluateRequest, Job, Span, TextRequest, Tiling, Weights
 
 CONFIG_VARIABLE = "PIPEDIT_CONFIG"
+neighbour = Neighbour()
+"""What the pools of this process ask the rest of it for: memory on their GPUs (nodes/memory.py answers)."""
 Request = Job | EvaluateRequest | TextRequest | DecodeRequest | EncodeRequest
 
 
@@ -35,6 +38,10 @@ class EngineLike(Protocol):
 
     def free(self) -> None: ...
 
+    def held(self, device: str) -> int: ...
+
+    def give_back(self, device: str, num_bytes: int) -> Ticket: ...
+
     def close(self) -> None: ...
 
 
@@ -48,7 +55,7 @@ def new_engine(devices: str) -> EngineLike:
     """A real engine; imported here so that a ComfyUI which never runs a prompt of ours pays nothing for it."""
     from comfyui_pipedit.host.engine import Engine
 
-    return Engine(replace(read_config(), devices=devices))
+    return Engine(replace(read_config(), devices=devices), neighbour=neighbour)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +102,14 @@ class Pools:
         with self.lock:
             self.engines = {key: other for key, other in self.engines.items() if other is not engine}
         engine.close()
+
+    def on(self, device: str, besides: str = "") -> list[EngineLike]:
+        """The engines that have a GPU, without the one of the devices `besides`."""
+        return [engine for key, engine in self.all().items() if device in key.split(",") and key != besides]
+
+    def gpus(self) -> set[str]:
+        """The GPUs of all engines, as "gpu:I"."""
+        return {name for key in self.all() for name in key.split(",") if name.startswith("gpu:")}
 
     def all(self) -> dict[str, EngineLike]:
         """The engines there are, by a text that names their devices."""

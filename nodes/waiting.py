@@ -15,6 +15,7 @@ from comfyui_pipedit.errors import PipeDiTError
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Progress, Stage
 
+from . import memory
 from .pools import cancel
 
 SLICE = 0.05
@@ -34,11 +35,13 @@ def naming(who: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cancelling(tickets: Sequence[Ticket]) -> Iterator[None]:
-    """Cancels what is not done when the block is left: by a cancel, by another node's error, or by its own."""
+    """Cancels what is not done when the block is left: by a cancel, by another node's error, or by its own. From there
+    on ComfyUI knows what the pool holds."""
     try:
         yield
     finally:
         cancel(tickets)
+        memory.announce()
 
 
 def wait(tickets: Sequence[Ticket], report: Callable[[], None] | None = None) -> None:
@@ -47,6 +50,7 @@ def wait(tickets: Sequence[Ticket], report: Callable[[], None] | None = None) ->
     with cancelling(tickets):
         for ticket in tickets:
             while not ticket.wait(SLICE):
+                memory.look_in()
                 report()
                 management.throw_exception_if_processing_interrupted()
             ticket.result()
@@ -60,6 +64,7 @@ async def follow(tickets: Sequence[Ticket], report: Callable[[], None]) -> None:
             ticket.add_done_callback(lambda _: _wake(loop, woken))
         for ticket in tickets:
             while not ticket.done():
+                memory.look_in()
                 report()
                 management.throw_exception_if_processing_interrupted()
                 with contextlib.suppress(asyncio.TimeoutError):

@@ -202,7 +202,7 @@ class Claims:
             self._residence.drop(rank, _enough(idle, missing))
             self._measure(claim, rank)
         elif self._neighbour is not None and rank not in claim.asked:
-            self._ask_neighbour(claim, task, rank, claim.memory[rank].free + missing)
+            self._ask_neighbour(claim, task, rank, missing)
         elif rank in claim.asked and not claim.asked[rank].done:
             return True
         elif rank in claim.asked and rank not in claim.answered:
@@ -226,10 +226,10 @@ class Claims:
         used = {weights for task in tasks for weights in task.in_use}
         return used | {claim.weights for claim in self._claims.values() if claim.granted and not claim.settled}
 
-    def _ask_neighbour(self, claim: Claim, task: Task, rank: int, free: int) -> None:
+    def _ask_neighbour(self, claim: Claim, task: Task, rank: int, missing: int) -> None:
         assert self._neighbour is not None
-        device = self._pool.devices[rank]
-        request = Request(device, free, ",".join(self._pool.devices), self._pool.wake)
+        device, free = self._pool.devices[rank], claim.memory[rank].free + missing
+        request = Request(device, free, missing, ",".join(self._pool.devices), self._pool.wake)
         claim.asked[rank] = request
         self._neighbour.ask(request)
         text = f"making room on {device}: {shortage.gib(free)} are to be free"

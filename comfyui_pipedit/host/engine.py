@@ -21,6 +21,7 @@ from ..wire.buffer import KeptLatent
 from . import locks
 from .content import job_key
 from .devices import hardware, resolve
+from .neighbour import Neighbour
 from .policies import Policy, fcfs
 from .pool import Pool
 from .scheduler import Scheduler
@@ -38,12 +39,14 @@ log = logging.getLogger("pipedit")
 class Engine:
     """One pool and its queue. Thread-safe. SetupError or InvalidJob at once for devices that are not there."""
 
-    def __init__(self, config: EngineConfig | None = None, policy: Policy = fcfs) -> None:
+    def __init__(self, config: EngineConfig | None = None, policy: Policy = fcfs,
+                 neighbour: Neighbour | None = None) -> None:
+        """neighbour: where to ask for memory that others in this process hold on the pool's GPUs."""
         self.config = config or EngineConfig()
         self.devices = resolve(self.config.devices)
         self.groups = split_groups(self.config.split, len(self.devices))
         self.pool = Pool(self.config, self.devices)
-        self.scheduler = Scheduler(self.pool, self.config, self._finished, policy)
+        self.scheduler = Scheduler(self.pool, self.config, self._finished, policy, neighbour)
         self._kept: OrderedDict[str, KeptLatent] = OrderedDict()
         self._texts = Texts()
         self._commands: deque[Callable[[], None]] = deque()
@@ -52,6 +55,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._locked: dict[str, str] = {}
+        self._free_asked = False
         self._idle_since = time.monotonic()
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -112,7 +116,22 @@ class Engine:
     def free(self) -> None:
         """Unloads all weights as soon as nothing runs, and forgets the texts that were encoded."""
         self._texts.forget()
-        self._post(self._free)
+        if self._thread is not None:
+            self._post(self._ask_to_free)
+
+    def held(self, device: str) -> int:
+        """Bytes that the pool holds on one of its GPUs, as far as is known."""
+        return self.scheduler.claims.held(self.devices.index(device))
+
+    def give_back(self, device: str, num_bytes: int) -> Ticket:
+        """Frees so much of a GPU, if what nothing uses now is enough; the ticket's result is how many bytes it was."""
+        ticket = self._ticket(f"give-back-{next(self._numbers)}")
+        with self._lock:
+            if self._thread is not None and not self._closed:
+                self._post(lambda: self.scheduler.give_back(device, num_bytes, ticket.succeed))
+                return ticket
+        ticket.succeed(0)
+        return ticket
 
     def close(self) -> None:
         """Ends all tickets and all processes; idempotent."""
@@ -258,15 +277,17 @@ class Engine:
             self._commands.popleft()()
 
     def _free_when_idle(self) -> None:
+        now = time.monotonic()
         if not self.scheduler.idle:
-            self._idle_since = time.monotonic()
-        elif self.config.idle_timeout and time.monotonic() - self._idle_since > self.config.idle_timeout:
-            self._idle_since = time.monotonic()
-            self._free()
-
-    def _free(self) -> None:
-        if self.scheduler.idle and self.pool.state == "ready":
+            self._idle_since = now
+            return
+        over = self.config.idle_timeout and now - self._idle_since > self.config.idle_timeout
+        if (over or self._free_asked) and self.pool.state == "ready":
+            self._idle_since, self._free_asked = now, False
             self.scheduler.residence.unload()
+
+    def _ask_to_free(self) -> None:
+        self._free_asked = True
 
     def _finished(self, task: Task, result: Any) -> None:
         if isinstance(task, ClipTask) and task.job.decode is not None and task.ticket.frames is not None:

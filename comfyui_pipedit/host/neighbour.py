@@ -21,10 +21,12 @@ class Held:
 
 @dataclass(slots=True)
 class Request:
-    """`free` bytes should be free on `device` ("gpu:0") for anyone. who: the devices of the pool that asks."""
+    """`free` bytes should be free on `device` ("gpu:0") for anyone, `missing` more than were. who: the devices of the
+    pool that asks."""
 
     device: str
     free: int
+    missing: int
     who: str
     wake: Callable[[], None]
     done: bool = False

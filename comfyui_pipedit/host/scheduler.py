@@ -139,6 +139,7 @@ class Scheduler:
         """Ends every task, for a pool that will not come back."""
         for task in list(self.tasks.values()):
             self._end(task, error)
+        self.claims.forget()
 
     @property
     def idle(self) -> bool:

@@ -62,8 +62,16 @@ def _advice(work: Work, need: Need, memory: Memory, others: int, left: Sequence[
     if work.weights.part == "transformer" and work.weights.dtype not in FP8_NAMES:
         yield "set weight_dtype to fp8_e4m3fn"
     if work.kind == "denoise":
-        frames = estimate.longest(work, memory.free + memory.cached - need.missing)
+        frames = _shorter(work, need, memory.free + memory.cached - need.missing)
         yield f"use length {frames}" if frames else "use more GPUs or a smaller picture"
+
+
+def _shorter(work: Work, need: Need, room: int) -> int:
+    """Frames of the longest shorter clip that fits; 0 if none does. A measured peak shrinks as the estimate does."""
+    assert work.geometry is not None
+    expected = estimate.activation_bytes(work)
+    frames = estimate.longest(work, int(room * expected / need.activations)) if need.activations else 0
+    return frames if frames < work.geometry.num_frames(work.shape[2]) else 0
 
 
 def _list(parts: Sequence[str]) -> str:

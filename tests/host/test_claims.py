@@ -109,7 +109,8 @@ def test_what_is_queued_stays_while_others_can_give() -> None:
     assert bench.pool.woken == 1
     bench.run()
     assert clip.ticket.done() and queued.ticket.done() and bench.unloaded() == []
-    assert [(request.device, request.who) for request in comfy.asked] == [("gpu:0", "gpu:0,gpu:1")]
+    (request,) = comfy.asked
+    assert (request.device, request.who, request.missing) == ("gpu:0", "gpu:0,gpu:1", 3 * GIB)
     assert comfy.held == 10 - (1 + 10 + 2 * 14 + 4 - 40), "what was missing, and no more"
 
 
@@ -313,7 +314,7 @@ def test_what_was_to_be_given_back_by_a_rank_that_died_is_answered() -> None:
 
 def test_an_answer_that_fails_is_an_answer() -> None:
     neighbour, woken = Neighbour(), list[str]()
-    request = Request("gpu:0", GIB, "gpu:0", lambda: woken.append("woken"))
+    request = Request("gpu:0", GIB, GIB, "gpu:0", lambda: woken.append("woken"))
     neighbour.ask(request)
 
     def fail(asked: Request) -> tuple[Held, ...]:
