@@ -27,21 +27,26 @@ def vae_file_of(variant: str) -> str:
     return f"wan_{vae_of(variant)}_vae.safetensors"
 
 
-def write_variant(models: Path, variant: str) -> None:
-    """Both forms below a ComfyUI models folder."""
+def network(variant: str) -> Any:
+    """A transformer in the sizes that ComfyUI takes for granted."""
     config = {**SIZES, **tiny_wan.VARIANTS[variant]}
     if "image_dim" in config:
         config["image_dim"] = 1280
     if "pos_embed_seq_len" in config:
         config["pos_embed_seq_len"] = 514
-    network, vae = tiny_wan.transformer(**config), wan_files.vae(vae_of(variant))
+    return tiny_wan.transformer(**config)
+
+
+def write_variant(models: Path, variant: str) -> None:
+    """Both forms below a ComfyUI models folder."""
+    transformer, vae = network(variant), wan_files.vae(vae_of(variant))
     folder = models / "diffusers" / f"wan-{variant}"
-    network.save_pretrained(folder / "transformer")
+    transformer.save_pretrained(folder / "transformer")
     vae.save_pretrained(folder / "vae")
     (folder / "model_index.json").write_text(json.dumps({
-        "_class_name": "WanPipeline", "transformer": ["diffusers", type(network).__name__],
+        "_class_name": "WanPipeline", "transformer": ["diffusers", type(transformer).__name__],
         "vae": ["diffusers", "AutoencoderKLWan"]}))
-    _save(models / "diffusion_models" / file_of(variant), wan_files.original_transformer(network))
+    _save(models / "diffusion_models" / file_of(variant), wan_files.original_transformer(transformer))
     _save(models / "vae" / vae_file_of(variant), wan_files.original_vae(vae))
 
 
