@@ -1,4 +1,5 @@
-"""Make `.venv`, a real ComfyUI and the workers' private folder; called by `make setup`.
+"""Make `.venv`, a real ComfyUI and the workers' private folder; called by `make setup`. With --browser, add what
+tests/browser needs to that; called by `make browser`.
 
 Standard library only.  A step whose inputs have not changed since it last succeeded is skipped (the inputs are kept in
 `.venv/setup.json`), so a second call takes well under a second.
@@ -22,6 +23,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "setup.json"
 OLDEST = (3, 10)
+PLAYWRIGHT = "playwright>=1.50"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def run(*command: str | Path) -> None:
@@ -34,14 +37,21 @@ def pip(*arguments: str | Path) -> None:
     run(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
 
+def apt_install(*packages: str) -> bool:
+    """Install Debian packages; False where there is no apt-get, or no right to use it."""
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    if shutil.which("apt-get") is None or (sudo and shutil.which("sudo") is None):
+        return False
+    run(*sudo, "apt-get", "update", "-q")
+    run(*sudo, "apt-get", "install", "-q", "-y", "--no-install-recommends", *packages)
+    return True
+
+
 def install_venv_module() -> None:
     """Debian splits `ensurepip` off into a package: install it, or say which command does."""
     package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
-    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    if shutil.which("apt-get") is None or (sudo and shutil.which("sudo") is None):
+    if not apt_install(package):
         raise SystemExit(f"Python's venv module is incomplete here. Install it (Debian: apt-get install {package}).")
-    run(*sudo, "apt-get", "update", "-q")
-    run(*sudo, "apt-get", "install", "-q", "-y", package)
 
 
 def make_venv() -> None:
@@ -104,12 +114,28 @@ def setup(torch: str, torchvision: str) -> None:
     run(PYTHON, "install.py")
 
 
+def browser() -> None:
+    """playwright in `.venv` and a Chromium of the system's. Where there is none to be had, tests/browser fails."""
+    try:
+        step("playwright", PLAYWRIGHT, PLAYWRIGHT)
+        if not (os.environ.get("PIPEDIT_CHROMIUM") or any(map(shutil.which, BROWSERS))):
+            print("setup: chromium", flush=True)
+            if not apt_install("chromium", "fonts-dejavu-core"):
+                print("setup: no apt-get here that may install chromium; PIPEDIT_CHROMIUM=/path names a browser")
+    except subprocess.CalledProcessError as error:
+        print(f"setup: the browser tests will fail: {shlex.join(map(str, error.cmd))} (exit code {error.returncode})")
+
+
 def main() -> None:
     """Parse the command line and set everything up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default="torch==2.13.0", help="pip arguments that install torch")
     parser.add_argument("--torchvision", default="torchvision==0.28.0", help="pip arguments for its torchvision")
+    parser.add_argument("--browser", action="store_true", help="add the browser for tests/browser, nothing else")
     arguments = parser.parse_args()
+    if arguments.browser:
+        browser()
+        return
     try:
         setup(arguments.torch, arguments.torchvision)
     except subprocess.CalledProcessError as error:

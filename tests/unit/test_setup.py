@@ -66,3 +66,28 @@ def test_where_it_cannot_install_it_names_the_package(
     monkeypatch.setattr(setup.shutil, "which", lambda name: name if name in tools else None)
     with pytest.raises(SystemExit, match=r"apt-get install python3\.\d+-venv"):
         setup.install_venv_module()
+
+
+@pytest.mark.parametrize(("tools", "packages"), [({"apt-get"}, ["chromium", "fonts-dejavu-core"]),
+                                                 ({"apt-get", "google-chrome"}, []), (set(), [])])
+def test_a_browser_is_installed_where_there_is_none(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tools: set[str], packages: list[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.delenv("PIPEDIT_CHROMIUM", raising=False)
+    monkeypatch.setattr(setup.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(setup.shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(setup, "run", lambda *command: ran.extend(command))
+    setup.browser()
+    assert setup.installed == [(setup.PLAYWRIGHT,)] and ran[len(ran) - len(packages):] == packages
+
+
+def test_a_browser_that_cannot_be_installed_does_not_stop_the_setup(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: str) -> None:
+        raise subprocess.CalledProcessError(100, ["pip", *arguments])
+
+    monkeypatch.setattr(setup, "pip", fail)
+    setup.browser()
+    assert "the browser tests will fail: pip 'playwright" in capsys.readouterr().out
