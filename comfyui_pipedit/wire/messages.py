@@ -99,8 +99,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What work took of a rank's device, in bytes beside the weights. peak: at most; held: what the rank's allocator holds
-    on to afterwards, for the next work."""
+    """What work took of a rank's device, in bytes beside the weights. peak: at most; held: what the rank's allocator
+    holds on to afterwards, for the next work."""
 
     peak: int = 0
     held: int = 0

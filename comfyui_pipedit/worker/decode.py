@@ -44,4 +44,6 @@ class Decode:
             self._frames[self._done:self._done + len(frames)].copy_(frames)
             self._done += len(frames)
             self._next = piece + 1
+        if last == self.units:
+            self._pieces = iter(())  # the network's cache is not kept until the job is closed: the next decode needs it
         return self._done

@@ -19,7 +19,7 @@ from comfyui_pipedit.host.pool import FromRank
 from comfyui_pipedit.host.scheduler import Scheduler
 from comfyui_pipedit.host.tasks import ClipTask, DecodeTask, Task, TextTask
 from comfyui_pipedit.host.ticket import Ticket
-from comfyui_pipedit.job import DecodeRequest, TextRequest, Weights
+from comfyui_pipedit.job import DecodeRequest, TextRequest, Tiling, Weights
 from comfyui_pipedit.plan import Group, Plan
 from comfyui_pipedit.wire.buffer import KeptLatent
 from comfyui_pipedit.wire.messages import (
@@ -48,20 +48,27 @@ WEIGHTS = {"transformer": 14, "vae": 1, "text": 6}
 """GiB of each network."""
 ACTIVATIONS = {"denoise": 4, "decode": 7, "encode": 1}
 """GiB that each kind of work takes, and is expected to take."""
+CACHE = 2
+"""GiB of these that a decode holds from its first piece to its last."""
+PIECES = 12
+"""Units of a decode."""
 
 
 @dataclass
 class Gpu:
-    """One GPU, in GiB. others: what is not the pool's; held: what the rank's allocator holds beside weights."""
+    """One GPU, in GiB. others: what is not the pool's; held: what the rank's allocator holds beside weights and open
+    decodes; takes: what work really takes, as a part of what is expected."""
 
     total: float = 24
     others: float = 1
     held: float = 0
+    takes: float = 1
     networks: dict[Weights, float] = field(default_factory=dict)
+    decodes: set[str] = field(default_factory=set)
 
     @property
     def free(self) -> float:
-        return self.total - self.others - self.held - sum(self.networks.values())
+        return self.total - self.others - self.held - sum(self.networks.values()) - CACHE * len(self.decodes)
 
     def load(self, weights: Weights) -> bool:
         size = WEIGHTS[weights.part]
@@ -74,10 +81,23 @@ class Gpu:
 
     def work(self, kind: str) -> Use:
         """Does some work; AssertionError if it has no room, which is what claims are for."""
-        size = ACTIVATIONS[kind]
+        size = ACTIVATIONS[kind] * self.takes
         assert size <= self.free + self.held, f"{kind} takes {size} GiB and there are {self.free} and {self.held} held"
         self.held = max(self.held, size)
         return Use(int(size * GIB), int(self.held * GIB))
+
+    def decode(self, lease: Lease) -> Use:
+        """Pieces of a decode: its cache is not for others to use until the last one, and the allocator's then."""
+        if lease.first == 0:
+            self.decodes.add(lease.job)
+            self.held = max(0, self.held - CACHE)
+        size = ACTIVATIONS["decode"] - CACHE
+        assert size <= self.free + self.held, f"a decode takes {size} GiB, there are {self.free} and {self.held} held"
+        self.held = max(self.held, size)
+        if lease.last == PIECES:
+            self.decodes.remove(lease.job)
+            self.held += CACHE
+        return Use(ACTIVATIONS["decode"] * GIB, int((self.held + CACHE * len(self.decodes)) * GIB))
 
 
 class ScriptedPool:
@@ -126,9 +146,11 @@ class ScriptedPool:
                 del gpu.networks[weights]
         if isinstance(message, (Open, DecodeOpen)):
             self.kinds[message.job] = "denoise" if isinstance(message, Open) else "decode"
-            return Opened(rank, message.job, toy.STEPS)
+            return Opened(rank, message.job, message.table.num_steps if isinstance(message, Open) else PIECES)
         if isinstance(message, Lease):
-            return LeaseDone(rank, message.job, message.last, (), use=gpu.work(self.kinds[message.job]))
+            kind = self.kinds[message.job]
+            use = gpu.decode(message) if kind == "decode" else gpu.work(kind)
+            return LeaseDone(rank, message.job, message.last, (), use=use)
         if isinstance(message, Encode):
             return Encoded(rank, message.job, (), (), gpu.work("encode"))
         assert isinstance(message, (Unload, Close)), message
@@ -152,16 +174,17 @@ class Bench:
                                    neighbour=neighbour)
         self.count = 0
 
-    def clip(self, stamp: str = "", ranks: tuple[int, ...] = (0,), low: str = "") -> Task:
+    def clip(self, stamp: str = "", ranks: tuple[int, ...] = (0,), low: str = "",
+             steps: int = toy.STEPS) -> Task:
         """low: stamp of an expert that takes over at step 2."""
         second = weights("transformer", low) if low else None
         files = replace(toy.FILES, transformer=weights("transformer", stamp), transformer_low=second)
-        job = replace(toy.job(decode=False), files=files, switch_step=2)
+        job = replace(toy.job(decode=False, steps=steps), files=files, switch_step=2)
         kept = KeptLatent.create(tuple(job.latent.shape), job.table.num_state_tensors)
         return self._add(Clip(self._ticket("clip"), self.count, job, Plan(Group(ranks), Group(ranks[-1:])), kept))
 
-    def decode(self, rank: int = 0) -> Task:
-        request = DecodeRequest(weights("vae"), toy.GEOMETRY, torch.zeros(toy.SHAPE))
+    def decode(self, rank: int = 0, tiling: Tiling | None = None) -> Task:
+        request = DecodeRequest(weights("vae"), toy.GEOMETRY, torch.zeros(toy.SHAPE), tiling)
         return self._add(DecodeTask(self._ticket("frames"), self.count, request, rank))
 
     def text(self, rank: int = 0) -> Task:

@@ -10,10 +10,11 @@ from scripted_gpus import GIB, Bench, Gpu, expect_real_sizes, weights
 from comfyui_pipedit.errors import OutOfMemory, WorkerDied
 from comfyui_pipedit.host.claims import _enough
 from comfyui_pipedit.host.neighbour import Held, Neighbour, Request
-from comfyui_pipedit.host.pool import RankLost
+from comfyui_pipedit.host.pool import FromRank, RankLost
 from comfyui_pipedit.host.shortage import Need
 from comfyui_pipedit.host.tasks import Task
-from comfyui_pipedit.wire.messages import Lease, Load, Measure, Memory, Unload
+from comfyui_pipedit.job import Tiling
+from comfyui_pipedit.wire.messages import Lease, Load, Measure, Memory, Refused, Unload
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +145,19 @@ def test_waiting_for_the_prompts_thread_is_not_a_stuck_rank() -> None:
     assert not clip.ticket.done()
 
 
+def test_a_load_has_its_own_deadline_after_a_long_wait() -> None:
+    neighbour = Neighbour()
+    bench = Bench(Gpu(total=24), neighbour=neighbour)
+    comfy = ComfyUI(bench.pool.gpus[0], 8)
+    clip = bench.clip()
+    bench.run()
+    clip.since -= 10_000
+    neighbour.serve(comfy.give)
+    bench.run(lambda: bool(bench.sent(Load)))
+    bench.scheduler.check_deadlines()
+    assert not clip.ticket.done()
+
+
 def test_a_cancelled_claim_asks_for_nothing_any_more() -> None:
     neighbour = Neighbour()
     bench = Bench(Gpu(total=24), neighbour=neighbour)
@@ -168,14 +182,16 @@ def test_what_is_needed_later_goes_when_nobody_else_can_give() -> None:
 
 def test_a_decode_takes_the_place_of_the_clip_that_runs_at_a_boundary() -> None:
     bench = Bench(Gpu(total=20))
-    clip = bench.clip()
+    clip = bench.clip(steps=12)
     decode = bench.decode()
     decode.ordinal = 0
     bench.scheduler.tasks.pop(decode.id)
     bench.run(lambda: clip.done == 1)
     bench.scheduler.add(decode)
+    bench.run(decode.ticket.done)
+    assert not clip.ticket.done() and bench.unloaded() == ["transformer"]
     bench.run()
-    assert all_well(clip, decode) and bench.unloaded() == ["transformer"]
+    assert all_well(clip, decode)
 
 
 def test_a_clip_waits_for_a_decode_that_gives_nothing_back_before_its_end() -> None:
@@ -186,6 +202,33 @@ def test_a_clip_waits_for_a_decode_that_gives_nothing_back_before_its_end() -> N
     bench.scheduler.add(clip)
     bench.run()
     assert all_well(decode, clip), "the older clip does not keep the younger decode from its end"
+
+
+def test_a_decode_waits_for_another_that_holds_its_cache() -> None:
+    bench = Bench(Gpu(total=10))
+    first = bench.decode()
+    bench.run(lambda: first.done == 2)
+    second = bench.decode(tiling=Tiling())
+    bench.run(first.ticket.done)
+    assert second.state == "loading", "2 of the 7 GiB are the first one's cache, until it ends"
+    bench.run()
+    assert all_well(first, second) and bench.unloaded() == []
+
+
+def test_a_claim_that_is_not_needed_any_more_asks_nobody() -> None:
+    neighbour = Neighbour()
+    gpu = Gpu(total=24, takes=0.5)
+    bench = Bench(gpu, neighbour=neighbour)
+    first = bench.clip()
+    bench.run(lambda: first.state == "opening")
+    gpu.others = 6.5
+    second = bench.clip()
+    bench.run(lambda: bool(neighbour._waiting))
+    assert bench.sent(Lease) and second.state == "loading", "3.5 GiB are free, and 4 expected"
+    bench.run(lambda: second.state == "opening")
+    neighbour.serve(lambda request: pytest.fail("2 GiB were measured, and the allocator holds them"))
+    bench.run()
+    assert all_well(first, second)
 
 
 def test_work_that_takes_turns_on_a_gpu_has_room_for_the_larger_one() -> None:
@@ -297,6 +340,34 @@ def test_what_runs_gives_nothing_of_its_own() -> None:
     assert set(bench.unloaded()) == {"text", "vae"}
     bench.run()
     assert clip.ticket.done() and not clip.ticket.failed()
+
+
+def test_what_waits_for_another_rank_is_not_given() -> None:
+    bench = Bench(Gpu(total=80), Gpu(total=80))
+    clip = bench.clip(ranks=(0, 1))
+    bench.run(lambda: bench.scheduler.residence.has(0, clip.weights))
+    slow = bench.pool.inbox.popleft()
+    assert slow[0] == 1 and isinstance(slow[1], Load)
+    assert give_back(bench, 100) == 0 and bench.unloaded() == []
+    bench.pool.inbox.append(slow)
+    bench.run()
+    assert all_well(clip)
+
+
+def test_what_is_out_of_memory_gave_back_what_its_allocator_held() -> None:
+    bench = Bench(Gpu())
+    for _ in range(2):
+        bench.clip()
+        bench.run()
+        bench.scheduler.handle(FromRank(0, Refused(0, "nobody", "OutOfMemory", "in mid-step"), ()))
+    assert len(bench.sent(Measure)) == 2
+
+
+def test_a_pool_that_ends_answers_what_it_was_asked() -> None:
+    bench, heard = used_pool(), list[int]()
+    bench.scheduler.give_back("gpu:0", GIB, heard.append)
+    bench.scheduler.fail_all(WorkerDied("the engine ends"))
+    assert heard == [0]
 
 
 def test_a_pool_that_is_not_ready_has_nothing_to_give() -> None:

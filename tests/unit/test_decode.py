@@ -12,7 +12,7 @@ import tiny_wan
 import torch
 from torch import Tensor
 
-from comfyui_pipedit import loaders
+from comfyui_pipedit import loaders, models
 from comfyui_pipedit.errors import InvalidJob, OutOfStep
 from comfyui_pipedit.job import ModelFiles, Tiling
 from comfyui_pipedit.parallel.sequence import Context
@@ -98,3 +98,23 @@ def test_the_file_system_holds_nothing_of_it(files: ModelFiles, residency: Resid
     before = set(Path("/dev/shm").glob("pipedit-*"))
     Opened(files, residency, torch.randn(1, 16, 1, 4, 4)).decode.run(0, 1)
     assert set(Path("/dev/shm").glob("pipedit-*")) == before
+
+
+def test_the_networks_cache_goes_with_the_last_piece(files: ModelFiles, residency: Residency,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is closed later, and the next decode needs the memory at once."""
+    ended: list[bool] = []
+
+    def pieces(*_: object) -> Iterator[Tensor]:
+        try:
+            for _ in range(2):
+                yield torch.zeros(1, 32, 32, 3)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(models.family("wan"), "decode_pieces", pieces)
+    opened = Opened(files, residency, torch.randn(1, 16, 2, 4, 4))
+    opened.decode.run(0, 1)
+    assert not ended
+    opened.decode.run(1, 2)
+    assert ended == [True]
