@@ -129,3 +129,13 @@ def test_what_is_asked_to_be_free_while_something_runs_is_freed_after_it(engine:
     hold.open()
     result(ticket)
     until(lambda: not engine.status()["resident"], "the weights are unloaded")
+
+
+def test_an_idle_timeout_unloads_and_the_next_clip_loads_again(set_memory: SetMemory, gate_folder: Path) -> None:
+    made = Engine(toy.config(preload=(toy.TOY, toy.GATES), idle_timeout=0.05))
+    try:
+        for seed in (1, 2):
+            result(made.submit(toy.job(seed=seed, decode=False)))
+            until(lambda: not made.status()["resident"], "the weights are unloaded")
+    finally:
+        made.close()
