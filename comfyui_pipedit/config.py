@@ -9,6 +9,7 @@ from .errors import InvalidJob, not_one_of
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
 WORKER_SITE = PACKAGE_ROOT.parent / ".workers"
+DEMO_FOLDER = PACKAGE_ROOT / "demo" / "weights"
 WORKERS_HINT = ("the workers' packages are missing; mend it with: python install.py "
                 "(in the folder of this node pack, with ComfyUI's python)")
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from .config import EngineConfig
 from .errors import InvalidJob, OutOfMemory, SetupError, StorageFull
 from .host.engine import Engine
+from .host.room import check_room
 from .host.ticket import Ticket
 from .job import DecodeRequest, ModelFiles, Tiling
 from .loaders import check_text
-from .requests import Clip, Settings, encode_texts, find_model, make_job
+from .requests import Clip, Settings, encode_texts, find_model, make_job, solver
 
 FPS = 8
 
@@ -42,11 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Makes the clip; 0. Raises PipeDiTError."""
     check_writable(options.out)
+    if options.fps < 1:
+        raise InvalidJob(f"--fps {options.fps} is not available here; allowed: 1 or more")
     files = find_model(options.model)
-    check_text(files, options.prompt)
+    for text in (options.prompt, options.negative):
+        check_text(files, text)
     settings = Settings(options.seed, options.steps, options.cfg, options.sampler, options.scheduler,
                         shift=options.shift)
+    solver(files, settings)
     shape = Clip.parse(options.size).latent_shape(files)
+    check_room(shape, files.geometry, decode=True)
     engine = Engine(EngineConfig(devices=options.devices, split=options.split))
     try:
         print(f"{files.name}: {engine.describe_plan(files, shape)}", file=sys.stderr)

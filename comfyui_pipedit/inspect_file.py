@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .config import DEMO_FOLDER
 from .loaders import WeightFiles, place
 from .loaders.model_files import FAMILY
 from .loaders.precision import DTYPES, FP8, FP8_NAMES, held_bytes, on_a_gpu
@@ -51,13 +52,14 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("file", type=Path, help="a .safetensors file, or a folder in diffusers' layout")
+    parser.add_argument("file", type=Path, help="a .safetensors file, a folder in diffusers' layout, or 'demo'")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report. LoadError if the file is not handled, which says why."""
-    found = report(options.file)
+    demo = str(options.file) == "demo" and not options.file.exists()
+    found = report(DEMO_FOLDER if demo else options.file)
     print(json.dumps(asdict(found), indent=2) if options.json else paragraph(found))
     return 0
 

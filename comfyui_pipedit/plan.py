@@ -127,11 +127,13 @@ class Plan:
         """The plan as one sentence for a person."""
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
         both = " (it takes turns)" if self.shared and len(self.ranks) > 1 else ""
-        return f"ranks {_names(self.denoise)} denoise together{chunks}, ranks {_names(self.decode)} decode{both}"
+        together = " together" if self.denoise.size > 1 else ""
+        return f"{_who(self.denoise, 'denoise')}{together}{chunks}, {_who(self.decode, 'decode')}{both}"
 
 
-def _names(group: Group) -> str:
-    return ", ".join(map(str, group.ranks))
+def _who(group: Group, does: str) -> str:
+    names = ", ".join(map(str, group.ranks))
+    return f"rank {names} {does}s" if group.size == 1 else f"ranks {names} {does}"
 
 
 def split_groups(split: str, world: int) -> tuple[Group, Group]:

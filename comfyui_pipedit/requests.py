@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from . import sampling
-from .config import PACKAGE_ROOT
+from .config import DEMO_FOLDER
 from .errors import InvalidJob
 from .host.engine import Engine
+from .host.room import check_room
 from .job import Branch, Job, ModelFiles, TextRequest
 from .loaders import inspect
 from .plan import Plan
 
-DEMO = PACKAGE_ROOT / "demo" / "weights"
-
 
 def find_model(name: str) -> ModelFiles:
-    """"demo" or a diffusers folder. LoadError names what is missing."""
-    return replace(inspect(DEMO), name="demo") if name == "demo" else inspect(Path(name))
+    """"demo", a diffusers folder or a checkpoint with all parts. LoadError names what is missing."""
+    if not name:
+        raise InvalidJob("--model is empty; name 'demo', a folder or a file")
+    return replace(inspect(DEMO_FOLDER), name="demo") if name == "demo" else inspect(Path(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,23 @@ def encode_texts(engine: Engine, files: ModelFiles, texts: tuple[str, ...]) -> l
     return ticket.result()
 
 
-def make_job(files: ModelFiles, texts: list[Tensor], shape: tuple[int, ...], settings: Settings, *,
-             decode: bool = False, plan: Plan | None = None, label: str = "") -> Job:
-    """A clip from an empty latent. texts: the positive's embedding and, for guidance, the negative's."""
+def solver(files: ModelFiles, settings: Settings) -> sampling.SolverTable:
+    """The table of a clip's solver. InvalidJob for a setting that is not available."""
+    if settings.shift < 0:
+        raise InvalidJob(f"shift {settings.shift} is not available here; allowed: 0 (the model's own) or more")
     shift = settings.shift or files.shift
     sampling.check_settings(settings.sampler, settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise,
                             cfg=settings.cfg)
     levels = sampling.sigmas(settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise,
                              sampler=settings.sampler)
-    table = sampling.solver_table(settings.sampler, levels)
+    return sampling.solver_table(settings.sampler, levels)
+
+
+def make_job(files: ModelFiles, texts: list[Tensor], shape: tuple[int, ...], settings: Settings, *,
+             decode: bool = False, plan: Plan | None = None, label: str = "") -> Job:
+    """A clip from an empty latent. texts: the positive's embedding and, for guidance, the negative's."""
+    table = solver(files, settings)
+    check_room(shape, files.geometry, decode=decode)
     return Job(
         files=files, positive=Branch(texts[0]), negative=Branch(texts[1]) if len(texts) > 1 else None,
         latent=torch.zeros(shape),

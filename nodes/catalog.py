@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from comfyui_pipedit import loaders
-from comfyui_pipedit.config import PACKAGE_ROOT
+from comfyui_pipedit.config import DEMO_FOLDER
 from comfyui_pipedit.errors import InvalidJob, PipeDiTError, not_one_of
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.job import ModelFiles
 
 DEMO = "demo"
-DEMO_FOLDER = PACKAGE_ROOT / "demo" / "weights"
 DIFFUSERS = "diffusers/"
 CHECKPOINTS = "checkpoints/"
 INDEX = "model_index.json"

@@ -67,7 +67,7 @@ def check(sampler: str | None, scheduler: str | None) -> None:
 
 def check_widgets(asked: Widgets, files: ModelFiles) -> None:
     """InvalidJob for a value that no choice of names would make legal."""
-    check(asked.sampler, asked.scheduler)
+    check(str(asked.sampler), str(asked.scheduler))  # null in a graph's JSON is no choice either
     shift = asked.shift or files.shift
     sampling.check_settings("euler", "simple", asked.steps, shift=shift, denoise=asked.denoise, cfg=asked.cfg)
     if asked.switch_step != -1 and files.transformer_low is None:

@@ -11,6 +11,9 @@ from ..errors import InvalidJob, SetupError
 CPU_RANKS = 3
 """Ranks of "auto" on a machine without a GPU: two denoise, one decodes."""
 
+MAX_CPU_RANKS = 64
+"""Each is a process of some 100 MB; no model has use for more."""
+
 
 def resolve(devices: str) -> tuple[str, ...]:
     """"auto", "cpu:N" or "gpu:0,gpu:1" -> one name a rank. InvalidJob for other texts, SetupError for absent GPUs."""
@@ -18,8 +21,13 @@ def resolve(devices: str) -> tuple[str, ...]:
     if text == "auto":
         count = torch.cuda.device_count()
         return tuple(f"gpu:{i}" for i in range(count)) or tuple(f"cpu:{i}" for i in range(CPU_RANKS))
-    if match := re.fullmatch(r"cpu:([1-9]\d*)", text):
-        return tuple(f"cpu:{i}" for i in range(int(match[1])))
+    if match := re.fullmatch(r"cpu:(\d+)", text):
+        count = int(match[1])
+        if not 1 <= count <= MAX_CPU_RANKS:
+            nearest = min(max(count, 1), MAX_CPU_RANKS)
+            raise InvalidJob(f"devices {devices!r} asks for {count} CPU ranks; allowed: 1 to {MAX_CPU_RANKS}; "
+                             f"nearest: 'cpu:{nearest}'")
+        return tuple(f"cpu:{i}" for i in range(count))
     if re.fullmatch(r"gpu:\d+(,gpu:\d+)*", text):
         return _gpus(tuple(text.split(",")))
     raise InvalidJob(f"devices {devices!r} is none of 'auto', 'cpu:N' (N CPU ranks) and 'gpu:0,gpu:1'; nearest: 'auto'")

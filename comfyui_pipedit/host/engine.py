@@ -24,6 +24,7 @@ from .devices import hardware, resolve
 from .neighbour import Neighbour
 from .policies import Policy, fcfs
 from .pool import Pool
+from .room import check_room
 from .scheduler import Scheduler
 from .tasks import ClipTask, DecodeTask, EvaluateTask, Task, TextTask, VaeEncodeTask
 from .texts import Texts
@@ -164,6 +165,7 @@ class Engine:
         return VaeEncodeTask(ticket, ordinal, request, rank)
 
     def _clip(self, job: Job, ordinal: int) -> ClipTask:
+        check_room(tuple(job.latent.shape), job.files.geometry, decode=job.decode is not None)
         plan = self._checked_plan(job.plan, job.files, tuple(job.latent.shape))
         frames = self._ticket(f"frames-{ordinal}") if job.decode is not None else None
         ticket = Ticket(f"clip-{ordinal}", self._cancel_later, frames)

@@ -98,3 +98,19 @@ def test_tiles_where_a_whole_decode_has_too_little_memory(engine: Engine, capsys
     assert torch.equal(generate.decoded(engine, files, ticket).result(), expected)
     assert ticket.frames is not None and ticket.frames.failed()
     assert capsys.readouterr().err == "CPU rank 2 is out of memory: 1.5 GiB short; decoding again, in tiles\n"
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    (("--fps", "0"), "--fps 0 is not available here; allowed: 1 or more"),
+    (("--steps", "0"), "steps 0 is not available here"),
+    (("--shift", "-3"), r"shift -3.0 is not available here; allowed: 0 (the model's own) or more"),
+    (("--cfg", "3", "--negative", "a dragon"), "this model does not know 'dragon'"),
+    (("--devices", "cpu:99999"), "asks for 99999 CPU ranks; allowed: 1 to 64; nearest: 'cpu:64'"),
+    (("--devices", "cpu:0"), "nearest: 'cpu:1'"),
+    (("--size", "9999999x99999x99999"), "use a smaller size or fewer frames"),
+    (("--model", ""), "--model is empty"),
+])
+def test_a_wrong_value_is_named_before_anything_starts(wrong: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    words = [*COMMAND[3:], str(tmp_path / "clip.mp4"), *wrong]
+    done = subprocess.run([*COMMAND[:3], *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and named in done.stderr, done.stderr

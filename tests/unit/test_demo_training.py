@@ -13,6 +13,7 @@ use_worker_site()
 
 from diffusers import AutoencoderKLWan  # noqa: E402
 
+from comfyui_pipedit.config import DEMO_FOLDER as WEIGHTS  # noqa: E402
 from comfyui_pipedit.config import EngineConfig  # noqa: E402
 from comfyui_pipedit.demo.captured import Tick, adamw, captured, set_rate, ticks, warm_cosine  # noqa: E402
 from comfyui_pipedit.demo.clips import Attributes, Painter, random_attributes  # noqa: E402
@@ -25,7 +26,6 @@ from comfyui_pipedit.demo.text_encoder import TextEncoder  # noqa: E402
 from comfyui_pipedit.demo.train_vae import Phase, Trainer, new_vae  # noqa: E402
 from comfyui_pipedit.demo.whole_clip import decode_whole, encode_whole, prepare_whole  # noqa: E402
 from comfyui_pipedit.host.engine import Engine  # noqa: E402
-from comfyui_pipedit.requests import DEMO as WEIGHTS  # noqa: E402
 from comfyui_pipedit.requests import Settings, find_model  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -93,5 +93,5 @@ def test_a_split_for_more_ranks_than_there_are_names_the_nearest(split: str, wor
 
 def test_the_sentence_of_a_plan():
     apart = Plan(Group((0, 1)), Group((2,)), chunks=2)
-    assert apart.sentence() == "ranks 0, 1 denoise together in 2 chunks, ranks 2 decode"
+    assert apart.sentence() == "ranks 0, 1 denoise together in 2 chunks, rank 2 decodes"
     assert Plan(Group((0, 1)), Group((1,))).sentence().endswith("(it takes turns)")
