@@ -53,8 +53,8 @@ def combine(transformer: str | Path, vae: str | Path | None, text: str | Path | 
 
 
 def _assembled(at: Place, low: Place | None, vae: Place | None, text: Place | None, name: str) -> ModelFiles:
-    facts = NO_TEXT if text is None else text.text
     config = at.config("transformer")
+    facts = NO_TEXT if text is None else text.text
     if low is not None:
         _same_shape(config, low.config("transformer"), at.path, low.path)
     return ModelFiles(
