@@ -23,7 +23,7 @@ from .residence import Residence
 from .shortage import Need
 
 if TYPE_CHECKING:
-    from .scheduler import PoolLike
+    from .pool import PoolLike
     from .tasks import Task
 
 Tasks = Collection["Task"]

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ..config import EngineConfig
 from ..errors import PoolClosed, PoolError, SetupError, WorkerDied, WorkerStuck
@@ -60,6 +61,22 @@ class RankLost:
 
 
 PoolEvent = FromRank | PoolReady | RankLost
+
+
+class PoolLike(Protocol):
+    """What the scheduler needs of a pool (host.pool.Pool, or a scripted one in tests)."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    def send(self, rank: int, message: Message, fds: Any = ()) -> None: ...
+    def restart(self, reason: PoolError) -> None: ...
+    def phase(self, rank: int) -> str: ...
+    def facts(self, rank: int) -> Ready | None: ...
+    def wake(self) -> None: ...
 
 
 class Pool:

@@ -20,7 +20,7 @@ from ..wire.messages import Load, Loaded, TensorRef, Unload
 from .devices import on_gpu
 
 if TYPE_CHECKING:
-    from .scheduler import PoolLike
+    from .pool import PoolLike
 
 
 class Residence:

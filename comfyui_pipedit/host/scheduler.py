@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import EngineConfig
 from ..errors import (
@@ -29,11 +29,11 @@ from ..errors import (
 )
 from ..job import Progress, Span, Stage, Weights
 from ..wire.channel import close_all
-from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Measured, Message, Opened, Ready, Refused
+from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Measured, Opened, Refused
 from .claims import Claims
 from .neighbour import Neighbour
 from .policies import Candidate, Policy, fcfs
-from .pool import FromRank, PoolEvent, PoolReady, RankLost
+from .pool import FromRank, PoolEvent, PoolLike, PoolReady, RankLost
 from .residence import Residence
 from .tasks import Task, units_reported
 
@@ -44,22 +44,6 @@ SPANS_KEPT = 20_000
 RESTARTS = "The pool restarts by itself"
 
 log = logging.getLogger("pipedit")
-
-
-class PoolLike(Protocol):
-    """What the scheduler needs of a pool (host.pool.Pool, or a scripted one in tests)."""
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def devices(self) -> tuple[str, ...]: ...
-    def send(self, rank: int, message: Message, fds: Any = ()) -> None: ...
-    def restart(self, reason: PoolError) -> None: ...
-    def phase(self, rank: int) -> str: ...
-    def facts(self, rank: int) -> Ready | None: ...
-    def wake(self) -> None: ...
 
 
 class Scheduler:

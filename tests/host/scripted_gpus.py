@@ -101,7 +101,7 @@ class Gpu:
 
 
 class ScriptedPool:
-    """scheduler.PoolLike over scripted GPUs; `step` lets the next rank answer its next message."""
+    """pool.PoolLike over scripted GPUs; `step` lets the next rank answer its next message."""
 
     def __init__(self, gpus: list[Gpu]) -> None:
         self.gpus, self.state, self.world = gpus, "ready", len(gpus)
