@@ -21,4 +21,3 @@ def test_the_entry_point_brings_only_our_own_light_modules(
     assert [name for name in strangers if name.split(".")[0] in {"diffusers", "transformers", "xfuser"}] == []
     assert [name for name in strangers if name.startswith("torch.")] == []
     assert loaded["cuda"] is False
-    assert loaded["seconds"] < 1.0  # 0.07 on two idle cores; the aim is 0.3, the rest is for a loaded machine
