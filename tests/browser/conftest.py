@@ -64,3 +64,12 @@ def editor(editor_server: ComfyServer, chrome: Browser) -> Iterator[Editor]:
 
     with opened_editor(chrome, editor_server.url) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def shared_editor(editor_server: ComfyServer, chrome: Browser) -> Iterator[Editor]:
+    """A page for tests that only open something."""
+    from editor import opened_editor
+
+    with opened_editor(chrome, editor_server.url) as opened:
+        yield opened

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync")
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync")
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
 """A first start would open the templates by itself."""
 
@@ -21,8 +21,7 @@ NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"
 LIMIT = 90_000.0
 CANVAS = "#graph-canvas"
 WATCH = """() => {
-  window.watched = {progress: 0, ended: '', loaded: null}
-  app.api.addEventListener('progress', () => { watched.progress += 1 })
+  window.watched = {ended: '', loaded: null}
   for (const kind of ['execution_success', 'execution_error', 'execution_interrupted'])
     app.api.addEventListener(kind, () => { watched.ended = kind })
   app.registerExtension({name: 'test.watch', afterConfigureGraph(missing) { watched.loaded = missing }})
@@ -138,7 +137,7 @@ class Editor:
 
     def run(self) -> None:
         """Presses Run."""
-        self.page.evaluate("() => { watched.ended = ''; watched.progress = 0 }")
+        self.page.evaluate("() => { watched.ended = '' }")
         self.page.get_by_role("button", name="Run", exact=True).click()
 
     def wait_end(self) -> str:
@@ -146,11 +145,11 @@ class Editor:
         self.page.wait_for_function("watched.ended")
         return str(self.page.evaluate("watched.ended"))
 
-    def wait_progress(self) -> dict[str, float]:
-        """Node -> how far its bar is, once the first one moved."""
-        self.page.wait_for_function("app.graph._nodes.some(node => node.progress > 0)")
-        moving = "app.graph._nodes.filter(node => node.progress !== undefined)"
-        return dict(self.page.evaluate(f"{moving}.map(node => [String(node.id), node.progress])"))
+    def wait_progress(self, nodes: Collection[int]) -> None:
+        """Until the bar of one of the nodes has moved."""
+        self.page.wait_for_function(
+            "nodes => app.graph._nodes.some(node => nodes.includes(Number(node.id)) && node.progress > 0)",
+            arg=list(nodes))
 
     def videos(self, count: int) -> list[str]:
         """Addresses of the videos on nodes, once so many can play; videos beside the view are not made yet."""
