@@ -132,7 +132,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Spatial tiling of a decode in pixels; None anywhere means one piece."""
+    """Tiles of a decode or an encode, in pixels and frames; None anywhere means one piece."""
 
     tile: int = 512
     overlap: int = 64
@@ -153,11 +153,23 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeRequest:
-    """Frames float32 [F, H, W, 3] in 0..1 -> latent float32 [1, C, T, h, w] in VAE space (mode of the posterior)."""
+    """Frames float32 [F, H, W, 3] in 0..1 -> latent float32 [1, C, T, h, w] in VAE space (mode of the posterior).
+
+    InvalidJob for tiles that cut the frames elsewhere than between latent cells, or that overlap wholly.
+    """
 
     weights: Weights
     geometry: Geometry
     frames: Tensor
+    tiling: Tiling | None = None
+
+    def __post_init__(self) -> None:
+        tiling, cell = self.tiling, self.geometry.spatial
+        if tiling is None or max(self.frames.shape[1:3], default=0) <= tiling.tile:
+            return
+        if not 0 <= tiling.overlap < tiling.tile or tiling.tile % cell or tiling.overlap % cell:
+            raise InvalidJob(f"tiles of {tiling.tile} pixels that overlap by {tiling.overlap}: both must be multiples "
+                             f"of {cell}, and the overlap smaller than the tile")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

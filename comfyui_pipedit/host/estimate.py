@@ -109,7 +109,7 @@ def activation_bytes(work: Work) -> int:
         return denoising(config, work.geometry, work.shape, work.ranks, value)
     if work.kind == "decode":
         return decoding(config, work.geometry, work.shape, work.tiling, value)
-    return encoding(config, work.shape, value)
+    return encoding(config, work.shape, work.tiling, value)
 
 
 def denoising(config: Mapping[str, Any], geometry: Geometry, shape: tuple[int, ...], ranks: int, value: int) -> int:
@@ -141,12 +141,14 @@ def decoding(config: Mapping[str, Any], geometry: Geometry, shape: tuple[int, ..
     return factor * width * value * (height // patch) * (across // patch) + frames
 
 
-def encoding(config: Mapping[str, Any], shape: tuple[int, ...], value: int) -> int:
-    """pixels x base channels x 40 values + 10 bytes a value of the frames."""
+def encoding(config: Mapping[str, Any], shape: tuple[int, ...], tiling: Tiling | None, value: int) -> int:
+    """pixels x base channels x 40 values + 10 bytes a value of the frames; of one tile if tiled."""
     patch = int(config.get("patch_size") or 1)
-    height, width = shape[1:3]
+    length, height, width = shape[:3]
+    if tiling is not None:
+        length, height, width = min(length, tiling.temporal_tile), min(height, tiling.tile), min(width, tiling.tile)
     widest = ENCODED * int(config["base_dim"]) * value * (height // patch) * (width // patch)
-    return widest + FRAME_VALUE * math.prod(shape)
+    return widest + FRAME_VALUE * 3 * length * height * width
 
 
 def longest(work: Work, room: int) -> int:

@@ -369,12 +369,15 @@ class VaeEncodeTask(TextTask):
 
     @property
     def work(self) -> Work:
-        return Work(self.kind, self.weights, self.frames.geometry, tuple(self.frames.frames.shape))
+        request = self.frames
+        return Work(self.kind, self.weights, request.geometry, tuple(request.frames.shape), tiling=request.tiling)
 
     def lease_message(self, seq: int, first: int, last: int) -> tuple[Message, Sequence[int]]:
+        request = self.frames
         if self._ref is None:
-            self._ref = self.fds.share(self.frames.frames, "frames")
-        return VaeEncode(seq, self.id, self.weights, self.frames.geometry, self._ref), self.fds.numbers
+            self._ref = self.fds.share(request.frames, "frames")
+        message = VaeEncode(seq, self.id, self.weights, request.geometry, self._ref, request.tiling)
+        return message, self.fds.numbers
 
     def finish(self) -> Tensor:  # type: ignore[override]
         """The latent float32 [1, C, T, h, w] in VAE space."""

@@ -129,7 +129,7 @@ class Family(Protocol):
         VAEDecodeTiled gives."""
         ...
 
-    def vae_encode(self, vae: nn.Module, frames: Tensor) -> Tensor:
-        """Frames -> the mode of the posterior, in VAE space. Surplus rows, columns and last frames are cut as ComfyUI
-        does."""
+    def vae_encode(self, vae: nn.Module, frames: Tensor, tiling: Tiling | None, geometry: Geometry) -> Tensor:
+        """Frames on any device -> the mode of the posterior, in VAE space. Surplus rows, columns and last frames are
+        cut as ComfyUI does. Tiled: what ComfyUI's VAEEncodeTiled gives."""
         ...

@@ -104,8 +104,8 @@ class Wan:
                       geometry: Geometry) -> Iterator[Tensor]:
         return wan_vae.decode_pieces(vae, latent, tiling, geometry)
 
-    def vae_encode(self, vae: AutoencoderKLWan, frames: Tensor) -> Tensor:
-        return wan_vae.vae_encode(vae, frames)
+    def vae_encode(self, vae: AutoencoderKLWan, frames: Tensor, tiling: Tiling | None, geometry: Geometry) -> Tensor:
+        return wan_vae.vae_encode(vae, frames, tiling, geometry)
 
     def load_text(self, source: WeightSource) -> umt5.UMT5Text:
         return umt5.load_text(source)

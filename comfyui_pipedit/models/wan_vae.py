@@ -59,18 +59,28 @@ def to_frames(samples: Tensor) -> Tensor:
     return ((samples[0].float() + 1.0) / 2.0).clamp_(0.0, 1.0).movedim(0, -1)
 
 
-def vae_encode(vae: AutoencoderKLWan, frames: Tensor) -> Tensor:
+def vae_encode(vae: AutoencoderKLWan, frames: Tensor, tiling: Tiling | None, geometry: Geometry) -> Tensor:
     """Frames float32 [F, H, W, 3] in 0..1 -> latent float32 [1, C, T, h, w] in VAE space: the mode of the posterior.
 
     As ComfyUI does: rows and columns beyond the spatial factor are cut evenly on both sides, frames beyond a multiple
-    of the temporal factor plus one at the end. InvalidJob for frames smaller than one latent cell.
+    of the temporal factor plus one at the end. Of a tiled encode only a tile is on the network's device at a time.
+    InvalidJob for frames smaller than one latent cell.
     """
     scale = 2 ** (len(vae.config.dim_mult) - 1) * (vae.config.patch_size or 1)
     if frames.dim() != 4 or frames.shape[0] < 1 or min(frames.shape[1:3]) < scale or frames.shape[3] < 3:
         raise InvalidJob(f"frames to encode are [F, H, W, 3], at least one of {scale}x{scale} pixels, "
                          f"not {list(frames.shape)}")
-    samples = _cropped(frames[..., :3], scale).movedim(-1, 0)[None] * 2.0 - 1.0
-    return vae.encode(samples.to(vae.quant_conv.weight)).latent_dist.mode().float()
+    samples = _cropped(frames[..., :3], scale)
+
+    def encode_box(box: Tensor) -> Tensor:
+        signed = box.to(vae.quant_conv.weight.device) * 2.0 - 1.0
+        return vae.encode(signed.to(vae.quant_conv.weight)).latent_dist.mode().float()
+
+    whole = samples.movedim(-1, 0)[None]
+    if tiling is None:
+        return encode_box(whole)
+    cut = tiles.encode_axes(tuple(samples.shape), tiling, geometry)
+    return tiles.encode_tiles(encode_box, whole, geometry.channels, cut)
 
 
 def _cropped(frames: Tensor, scale: int) -> Tensor:

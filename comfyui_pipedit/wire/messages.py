@@ -216,13 +216,14 @@ class DecodeOpen:
 
 @dataclass(frozen=True, slots=True)
 class VaeEncode:
-    """Encode frames to a latent on one rank, in one piece; answered by Encoded with the latent."""
+    """Encode frames to a latent on one rank, in one lease; answered by Encoded with the latent."""
 
     seq: int
     job: str
     weights: Weights
     geometry: Geometry
     frames: TensorRef
+    tiling: Tiling | None
 
 
 @dataclass(frozen=True, slots=True)

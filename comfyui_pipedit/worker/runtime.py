@@ -121,6 +121,7 @@ class Runtime:
         except JobError as error:
             self._refuse(message, error)
         except torch.OutOfMemoryError as error:
+            self.context.exchange.scratch.clear()
             self.device.release_cached()
             self._refuse(message, OutOfMemory(f"{self.device.label} is out of memory: {error}"))
         finally:
@@ -160,8 +161,8 @@ class Runtime:
         self.device.start_peak()
         started = time.monotonic()
         frames = buffer.attach(fds[message.frames.fd], message.frames)
-        family = models.family(message.weights.family)
-        latent = family.vae_encode(self.residency.get(message.weights), frames.to(self.device.torch))
+        family, vae = models.family(message.weights.family), self.residency.get(message.weights)
+        latent = family.vae_encode(vae, frames, message.tiling, message.geometry)
         self._send_tensors(message.job, [latent.float().cpu()], "encode", started)
 
     def _send_tensors(self, job: str, tensors: list[torch.Tensor], name: str, started: float) -> None:

@@ -1,7 +1,7 @@
 """Core's VAE nodes against our family on the same weights: python core_vae.py COMFY MODELS_DIR OUT WORKER_SITE.
 
 Writes OUT/core.safetensors and OUT/ours.safetensors: frames, latents and velocities by name. Core's are those of its
-nodes VAEDecode, VAEDecodeTiled and VAEEncode, and of its Wan model.
+nodes VAEDecode, VAEDecodeTiled, VAEEncode and VAEEncodeTiled, and of its Wan model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATENT = (1, 16, 5, 9, 11)
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """VAEDecodeTiled's widgets."""
+    """VAEDecodeTiled's and VAEEncodeTiled's widgets."""
 
     tile: int
     overlap: int
@@ -38,6 +38,16 @@ TILES = {
     "no-overlap": Tiles(64, 0, 64, 8),
     "one": Tiles(512, 64, 64, 8),
 }
+ENCODE_TILES = {
+    "space": Tiles(64, 32, 64, 8),
+    "time": Tiles(512, 64, 12, 4),
+    "both": Tiles(64, 32, 8, 4),
+    "limited": Tiles(64, 0, 16, 12),
+    "small": Tiles(40, 24, 13, 1),
+    "one": Tiles(512, 64, 64, 8),
+}
+"""What is cut elsewhere than between cells, ours refuses."""
+LONG = (23, 83, 109)
 FRAMES = {"even": (9, 48, 32), "odd": (7, 53, 38), "single": (1, 32, 32)}
 VELOCITIES = {"even": (2, 4, 6), "odd": (3, 5, 7), "flat": (1, 1, 3)}
 
@@ -49,12 +59,13 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def inputs() -> dict[str, Any]:
-    """Latent, images and (x, text) by name."""
+    """Latent, images, a long video and (x, text) by name."""
     import torch
 
     images = {name: torch.rand((*size, 3), generator=torch.Generator().manual_seed(3)) for name, size in FRAMES.items()}
     evaluations = {name: (draw(4, 1, 16, *size), draw(5, 1, 12, 4096)) for name, size in VELOCITIES.items()}
-    return {"latent": draw(1, *LATENT), "images": images, "evaluations": evaluations}
+    video = torch.rand((*LONG, 3), generator=torch.Generator().manual_seed(6))
+    return {"latent": draw(1, *LATENT), "images": images, "video": video, "evaluations": evaluations}
 
 
 def by_core(models: Path, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -73,6 +84,11 @@ def by_core(models: Path, given: dict[str, Any]) -> dict[str, Tensor]:
             vae, samples, t.tile, t.overlap, t.temporal, t.temporal_overlap)[0]
     for name, image in given["images"].items():
         results[f"encode-{name}"] = nodes.VAEEncode().encode(vae, image)[0]["samples"]
+    video = given["video"]
+    results["encode-whole"] = nodes.VAEEncode().encode(vae, video)[0]["samples"]
+    for name, t in ENCODE_TILES.items():
+        results[f"encode-tiled-{name}"] = nodes.VAEEncodeTiled().encode(
+            vae, video, t.tile, t.overlap, t.temporal, t.temporal_overlap)[0]["samples"]
     network = comfy.sd.load_diffusion_model(str(reference.model_file)).model.diffusion_model
     for name, (x, text) in given["evaluations"].items():
         results[f"velocity-{name}"] = network(x, torch.tensor([0.7]) * 1000, text)
@@ -96,12 +112,16 @@ def by_us(models: Path, given: dict[str, Any], worker_site: Path) -> dict[str, T
     for weights in (files.vae, files.transformer):
         residency.load(weights)
     vae = residency.get(files.vae)
-    tilings = {"whole": None} | {f"tiled-{name}": Tiling(t.tile, t.overlap, t.temporal, t.temporal_overlap)
-                                 for name, t in TILES.items()}
+    def tilings(tiles: dict[str, Tiles]) -> dict[str, Tiling | None]:
+        return {"whole": None} | {f"tiled-{name}": Tiling(t.tile, t.overlap, t.temporal, t.temporal_overlap)
+                                  for name, t in tiles.items()}
+
     results = {name: torch.cat(list(wan.decode_pieces(vae, given["latent"], tiling, files.geometry)))
-               for name, tiling in tilings.items()}
+               for name, tiling in tilings(TILES).items()}
     for name, image in given["images"].items():
-        results[f"encode-{name}"] = wan.vae_encode(vae, image)
+        results[f"encode-{name}"] = wan.vae_encode(vae, image, None, files.geometry)
+    for name, tiling in tilings(ENCODE_TILES).items():
+        results[f"encode-{name}"] = wan.vae_encode(vae, given["video"], tiling, files.geometry)
     for name, (x, text) in given["evaluations"].items():
         results[f"velocity-{name}"] = wan.velocity(residency.get(files.transformer), x, 0.7, Branch(text))
     return results

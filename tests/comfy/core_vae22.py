@@ -64,7 +64,7 @@ def by_us(file: Path, given: dict[str, Tensor], worker_site: Path) -> dict[str, 
     residency.load(weights)
     vae = residency.get(weights)
     results = {"decoded": torch.cat(list(wan.decode_pieces(vae, given["latent"], None, None)))}
-    return {**results, **{f"encoded-{name}": wan.vae_encode(vae, given[name]) for name in FRAMES}}
+    return {**results, **{f"encoded-{name}": wan.vae_encode(vae, given[name], None, None) for name in FRAMES}}
 
 
 def main() -> None:

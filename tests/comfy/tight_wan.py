@@ -1,4 +1,4 @@
-"""A preload file: Wan whose decode runs out of memory at its second piece, unless it is tiled."""
+"""A preload file: Wan whose decode runs out of memory at its second piece, and its encode at once, unless tiled."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from comfyui_pipedit.errors import OutOfMemory
 from comfyui_pipedit.job import Geometry, Tiling
 
 wan = models.family("wan")
+SHORT = "CPU rank 2 is out of memory: 1.5 GiB short"
 
 
 class Tight(type(wan)):  # type: ignore[misc]
@@ -26,7 +27,12 @@ class Tight(type(wan)):  # type: ignore[misc]
 
     def _cut_off(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         yield from islice(pieces, 1)
-        raise OutOfMemory("CPU rank 2 is out of memory: 1.5 GiB short")
+        raise OutOfMemory(SHORT)
+
+    def vae_encode(self, vae: nn.Module, frames: Tensor, tiling: Tiling | None, geometry: Geometry) -> Tensor:
+        if tiling is None:
+            raise OutOfMemory(SHORT)
+        return super().vae_encode(vae, frames, tiling, geometry)
 
 
 models.register("wan", Tight())

@@ -89,7 +89,7 @@ class ToyFamily:
         for frame in latent[0].unbind(1):
             yield vae(frame.mean(0)).sigmoid()[None, :, :, None].expand(1, -1, -1, 3)
 
-    def vae_encode(self, vae: nn.Module, frames: Tensor) -> Tensor:
+    def vae_encode(self, vae: nn.Module, frames: Tensor, tiling: Tiling | None, geometry: Geometry) -> Tensor:
         return frames.mean(-1)[None, None]
 
 

@@ -120,8 +120,13 @@ def test_an_encodes_activations(diffusers: Any) -> None:
     with torch.device("meta"):
         vae = diffusers.AutoencoderKLWan(**VAE_21).to(BF16)
     for frames in ((9, 240, 416, 3), (33, 240, 416, 3)):
-        peak = peak_of(lambda frames=frames: wan_vae.vae_encode(vae, torch.empty(frames)))
-        assert 0.9 * peak < estimate.encoding(VAE_21, frames, value=2) < 1.1 * peak
+        peak = peak_of(lambda frames=frames: wan_vae.vae_encode(vae, torch.empty(frames), None, GEOMETRY))
+        assert 0.9 * peak < estimate.encoding(VAE_21, frames, None, value=2) < 1.1 * peak
+
+
+def test_a_tiled_encode_takes_one_tile() -> None:
+    tile = estimate.encoding(VAE_21, (16, 256, 200, 3), None, value=2)
+    assert estimate.encoding(VAE_21, (81, 480, 200, 3), Tiling(tile=256, temporal_tile=16), value=2) == tile
 
 
 def test_weights_of_a_file_as_a_gpu_holds_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from comfyui_pipedit import loaders, models
 from comfyui_pipedit.errors import InvalidJob, LoadError, OutOfStep
-from comfyui_pipedit.job import Branch, ModelFiles, Tiling, Weights
+from comfyui_pipedit.job import Branch, EncodeRequest, ModelFiles, Tiling, Weights
 from comfyui_pipedit.models.geometry import to_model, to_vae
-from comfyui_pipedit.models.tiling import Axis, axes, decode_tiles, num_tiles
+from comfyui_pipedit.models.tiling import Axis, axes, decode_tiles, encode_axes, encode_tiles, num_tiles
 from comfyui_pipedit.parallel.sequence import Context
 from comfyui_pipedit.worker.device import Device
 from comfyui_pipedit.worker.residency import PlacedWeights, Residency
@@ -270,17 +271,70 @@ def test_tiles_are_limited_as_comfyui_limits_them(files: ModelFiles, tiling: Til
 def test_vae_encode_is_the_posteriors_mode(files: ModelFiles, residency: Residency) -> None:
     frames = torch.rand(9, 24, 32, 3, generator=torch.Generator().manual_seed(0))
     expected = tiny_wan.vae().encode(frames.movedim(-1, 0)[None] * 2 - 1).latent_dist.mode()
-    found = models.family("wan").vae_encode(residency.get(files.vae), frames)
+    found = models.family("wan").vae_encode(residency.get(files.vae), frames, None, files.geometry)
     assert found.shape == (1, 16, 3, 3, 4) and torch.equal(found, expected)
 
 
 def test_vae_encode_cuts_what_comfyui_cuts(files: ModelFiles, residency: Residency) -> None:
     frames = torch.rand(7, 29, 18, 3, generator=torch.Generator().manual_seed(0))
     wan, vae = models.family("wan"), residency.get(files.vae)
-    assert torch.equal(wan.vae_encode(vae, frames), wan.vae_encode(vae, frames[:5, 2:26, 1:17]))
+    inner = wan.vae_encode(vae, frames[:5, 2:26, 1:17], None, files.geometry)
+    assert torch.equal(wan.vae_encode(vae, frames, None, files.geometry), inner)
     for wrong in (frames[:, :7], frames[:0], frames[..., :1], frames[0]):
         with pytest.raises(InvalidJob, match="at least one of 8x8 pixels"):
-            wan.vae_encode(vae, wrong)
+            wan.vae_encode(vae, wrong, None, files.geometry)
+
+
+def fake_encode(box: Tensor) -> Tensor:
+    """Cells that depend on their box: every second pixel, and of the frames the first and every second one."""
+    return box[:, :, ::2, ::2, ::2] + box.mean()
+
+
+def test_blending_of_an_encode_is_the_written_out_formula() -> None:
+    samples = draw(1, 4, 9, 14, 12)
+    cut = (Axis(5, 3, 1, 2, first_short=True), Axis(7, 4, 1, 2), Axis(6, 4, 2, 2))
+    total, weights = torch.zeros(1, 4, 5, 7, 6), torch.zeros(5, 7, 6)
+    for corner in product(*(axis.starts for axis in cut)):
+        t, y, x = (2 * start for start in corner)
+        cells = fake_encode(samples[:, :, t:t + 5, y:y + 8, x:x + 8])
+        for index in product(*map(range, cells.shape[2:])):
+            place = tuple(start + i for start, i in zip(corner, index, strict=True))
+            weight = 1.0
+            for axis, i, extent in zip(cut, index, cells.shape[2:], strict=True):
+                weight *= min(1.0, (i + 1) / axis.overlap) * min(1.0, (extent - i) / axis.overlap)
+            total[(..., *place)] += cells[(..., *index)] * weight
+            weights[place] += weight
+    assert torch.allclose(encode_tiles(fake_encode, samples, 4, cut), total / weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tiling", "expected"), [
+    (Tiling(), (16, 2, 64, 8)), (Tiling(64, 64, 8, 8), (2, 1, 8, 8)), (Tiling(96, 32, 64, 64), (16, 8, 12, 4)),
+    (Tiling(256, 64, 12, 4), (3, 1, 32, 8)), (Tiling(256, 64, 5, 0), (2, 1, 32, 8)),
+])
+def test_tiles_of_an_encode_are_limited_as_comfyui_limits_them(files: ModelFiles, tiling: Tiling,
+                                                               expected: tuple[int, ...]) -> None:
+    time, height, width = encode_axes((83, 480, 832, 3), tiling, files.geometry)
+    assert (time.size, height.size, width.size) == (21, 60, 104)
+    assert (time.tile, time.overlap, height.tile, height.overlap) == expected
+    assert (width.tile, width.overlap) == (height.tile, height.overlap)
+
+
+@pytest.mark.parametrize(("tile", "overlap"), [(64, 64), (60, 16), (64, 12), (64, -8)])
+def test_tiles_that_do_not_fit_the_cells_are_refused(files: ModelFiles, tile: int, overlap: int) -> None:
+    tiling = Tiling(tile, overlap)
+    EncodeRequest(files.vae, files.geometry, torch.zeros(1, tile, tile, 3), tiling)
+    with pytest.raises(InvalidJob, match="must be multiples of 8, and the overlap smaller"):
+        EncodeRequest(files.vae, files.geometry, torch.zeros(1, tile, tile + 8, 3), tiling)
+
+
+def test_a_tiled_encode_hands_the_network_a_tile_at_a_time(files: ModelFiles, residency: Residency,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, seen = residency.get(files.vae), []
+    encode = vae.encode
+    monkeypatch.setattr(vae, "encode", lambda samples: (seen.append(tuple(samples.shape[2:])), encode(samples))[1])
+    frames = torch.rand(9, 40, 64, 3, generator=torch.Generator().manual_seed(0))
+    found = models.family("wan").vae_encode(vae, frames, Tiling(40, 16, 8, 4), files.geometry)
+    assert found.shape == (1, 16, 3, 5, 8) and seen == [(5, 40, 40), (5, 40, 40)] * 2
 
 
 # -- text ------------------------------------------------------------------------------------------
