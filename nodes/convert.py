@@ -23,6 +23,10 @@ from .conditioning import Conditioning
 Latent = Mapping[str, Any]
 RATIO_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 EMPTY_LATENT = "EmptyHunyuanLatentVideo"
+ALL_FRAMES = 1 << 20
+"""Frames of a tile that is longer than any clip."""
+SMALL_TILES = Tiling(256, 64, ALL_FRAMES, 1)
+"""What ComfyUI's VAE.encode falls back to when memory is too small for the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,23 @@ def decodes(
     return [DecodeRequest(vae, geometry, clips[i : i + 1], tiles, label) for i in range(clips.shape[0])]
 
 
-def encodes(pixels: Tensor, vae: Weights, geometry: Geometry) -> list[EncodeRequest]:
+def encode_tiling(
+    tile_x: int | None, tile_y: int | None, overlap: int | None, frames: int | None, frames_over: int | None
+) -> Tiling:
+    """The tiling of `vae.encode_tiled`, whose sizes are in pixels and frames; None is ComfyUI's default."""
+    given, defaults = (tile_x, tile_y, overlap, frames, frames_over), (512, 512, 64, ALL_FRAMES, 1)
+    across, down, *others = (default if size is None else size for size, default in zip(given, defaults, strict=True))
+    return Tiling(square(across, down), *others)
+
+
+def square(tile_x: int, tile_y: int) -> int:
+    """The side of a tile. InvalidJob if it has two."""
+    if tile_x != tile_y:
+        raise InvalidJob(f"tiles must be square, not {tile_x} x {tile_y}")
+    return tile_x
+
+
+def encodes(pixels: Tensor, vae: Weights, geometry: Geometry, tiles: Tiling | None = None) -> list[EncodeRequest]:
     """Encodes for IMAGE [F, H, W, C] (one clip) or [B, F, H, W, C], cut to whole latent pixels and frames."""
     if pixels.dim() not in (4, 5):
         raise InvalidJob(
@@ -226,7 +246,7 @@ def encodes(pixels: Tensor, vae: Weights, geometry: Geometry) -> list[EncodeRequ
         clips = clips.narrow(dim, extra // 2, size - extra)
     frames = (clips.shape[1] - 1) // geometry.temporal * geometry.temporal + 1
     clips = clips[:, :frames, ..., :3].to("cpu", torch.float32).contiguous()
-    return [EncodeRequest(vae, geometry, clip) for clip in clips]
+    return [EncodeRequest(vae, geometry, clip, tiles) for clip in clips]
 
 
 # -- out ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """What goes along the Loader's links: small values that name files and reach the pool when a node uses them.
 
-`PoolClip` and `PoolVAE` stand in for ComfyUI's CLIP and VAE: core CLIPTextEncode, VAEDecode, VAEDecodeTiled and
-VAEEncode work on them and nothing is loaded into ComfyUI's process.
+`PoolClip` and `PoolVAE` stand in for ComfyUI's CLIP and VAE: core CLIPTextEncode, VAEDecode, VAEEncode and the tiled
+forms of both work on them and nothing is loaded into ComfyUI's process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.errors import InvalidJob, OutOfMemory
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Geometry, ModelFiles, TextRequest, Tiling, Weights
 from comfyui_pipedit.loaders.vocabulary import check_text
@@ -23,6 +24,8 @@ from .pools import Pools, Request
 
 CLIP_NAME = "PipeDiT Loader's clip"
 VAE_NAME = "PipeDiT Loader's vae"
+
+log = logging.getLogger("pipedit")
 
 
 class LivesInThePool(AttributeError):
@@ -162,9 +165,9 @@ class PoolVAE:
         overlap_t: int = 1,
     ) -> Tensor:
         """`decode` in tiles; sizes in latent pixels and latent frames, as ComfyUI's VAEDecodeTiled gives them."""
-        if tile_x != tile_y:
-            raise InvalidJob(f"{VAE_NAME}: tiles must be square, not {tile_x} x {tile_y}")
-        return self._decode(samples, convert.latent_tiling(self.geometry, tile_x, overlap, tile_t, overlap_t))
+        with waiting.naming(VAE_NAME):
+            tile = convert.square(tile_x, tile_y)
+        return self._decode(samples, convert.latent_tiling(self.geometry, tile, overlap, tile_t, overlap_t))
 
     def _decode(self, samples: Tensor, tiling: Tiling | None) -> Tensor:
         with waiting.naming(VAE_NAME):
@@ -173,9 +176,31 @@ class PoolVAE:
         return _stack(tickets)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Latent float32 [B, C, T, h, w] of IMAGE [F, H, W, 3] (one clip) or [B, F, H, W, 3]."""
+        """Latent float32 [B, C, T, h, w] of IMAGE [F, H, W, 3] (one clip) or [B, F, H, W, 3]; in tiles where memory is
+        too small for the whole."""
+        try:
+            return self._encode(pixels, None)
+        except OutOfMemory as error:
+            log.warning("%s; encoding again, in tiles", error)
+        return self._encode(pixels, convert.SMALL_TILES)
+
+    def encode_tiled(
+        self,
+        pixel_samples: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
+        tile_t: int | None = None,
+        overlap_t: int | None = None,
+    ) -> Tensor:
+        """`encode` in tiles; sizes in pixels and frames, as ComfyUI's VAEEncodeTiled gives them."""
         with waiting.naming(VAE_NAME):
-            tickets = self.model.submit(*convert.encodes(pixels, self.weights, self.geometry))
+            tiling = convert.encode_tiling(tile_x, tile_y, overlap, tile_t, overlap_t)
+        return self._encode(pixel_samples, tiling)
+
+    def _encode(self, pixels: Tensor, tiling: Tiling | None) -> Tensor:
+        with waiting.naming(VAE_NAME):
+            tickets = self.model.submit(*convert.encodes(pixels, self.weights, self.geometry, tiling))
             waiting.wait(tickets)
         return torch.cat([ticket.result() for ticket in tickets])
 

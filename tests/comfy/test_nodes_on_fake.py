@@ -156,11 +156,15 @@ def test_core_vae_nodes_work_on_our_vae(fake: Client) -> None:
 
 
 def test_core_vae_encode_works_on_our_vae(fake: Client) -> None:
-    graph = without(paper(), "4")
+    graph = change(without(paper(), "4"), "5", denoise=0.5)
     graph["9"] = node("EmptyImage", width=70, height=68, batch_size=7, color=0xFFFFFF)
-    graph["4"] = node("VAEEncode", pixels=["9", 0], vae=["1", 2])
-    assert run(fake, change(graph, "5", denoise=0.5)).status == "success"
-    assert asked(fake, "clip")[0]["shape"] == [1, 16, 2, 8, 8]
+    tiles = {"tile_size": 64, "overlap": 32, "temporal_size": 16, "temporal_overlap": 12}
+    for kind, options in (("VAEEncode", {}), ("VAEEncodeTiled", tiles)):
+        graph["4"] = node(kind, pixels=["9", 0], vae=["1", 2], **options)
+        assert run(fake, graph).status == "success"
+    assert [clip["shape"] for clip in asked(fake, "clip")] == [[1, 16, 2, 8, 8]] * 2
+    whole, tiled = (request["tiling"] for request in asked(fake, "encode"))
+    assert whole is None and tiled == {"tile": 64, "overlap": 32, "temporal_tile": 16, "temporal_overlap": 12}
 
 
 def test_decode_begins_by_itself_only_if_the_graph_tells_how(fake: Client) -> None:

@@ -1,4 +1,4 @@
-"""`tiling` of Decoupled VAE Decode where a whole decode has too little memory: auto takes tiles, off says so."""
+"""Where a whole decode or encode has too little memory: an encode and `tiling` auto take tiles, off says so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import Graph, change
+from graphs import Graph, change, node
 from server import Client, ComfyServer
 from test_served import LIMIT, frames, latent, run, tiny
 
@@ -21,7 +21,7 @@ SHORT = "CPU rank 2 is out of memory: 1.5 GiB short"
 def tight_server(
     comfy_folder: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ComfyServer]:
-    """ComfyUI with a pool whose Wan cannot decode a clip whole."""
+    """ComfyUI with a pool whose Wan can neither decode nor encode a clip whole."""
     import tiny_wan
 
     base = tmp_path_factory.mktemp("tight")
@@ -62,3 +62,15 @@ def test_off_is_an_error_that_keeps_the_latent_and_the_pool_works_on(tight: Clie
     assert message.startswith(f"Decoupled VAE Decode: {SHORT}") and "The latent is in " in message
     again = run(tight, graph("on", seed=2))
     assert latent(tight, again).isfinite().all() and frames(tight, again).float().std() > 5
+
+
+def test_core_vae_encode_falls_back_to_cores_tiles(tight: Client, tight_server: ComfyServer) -> None:
+    made = {"1": tiny(seed=3)["1"], "9": node("EmptyImage", width=264, height=264, batch_size=5, color=0x204060)}
+    tiles = {"tile_size": 256, "overlap": 64, "temporal_size": 4096, "temporal_overlap": 4}
+    for kind, options in (("VAEEncode", {}), ("VAEEncodeTiled", tiles)):
+        made[kind] = node(kind, pixels=["9", 0], vae=["1", 2], **options)
+        made[f"{kind}-8"] = node("SaveLatent", samples=[kind, 0], filename_prefix=kind)
+    outcome = run(tight, made)
+    fallen, tiled = (latent(tight, outcome, f"{kind}-8") for kind in ("VAEEncode", "VAEEncodeTiled"))
+    assert torch.equal(fallen, tiled) and tiled.shape == (1, 16, 2, 33, 33)
+    assert SHORT in tight_server.wait_log("encoding again, in tiles", LIMIT)

@@ -173,6 +173,20 @@ def test_decode_of_wan_2_2s_vae(wan: Client, tiles: dict[str, int] | None) -> No
     assert worst(found["pool-image"], found["core-image"]) < TOLERANCE
 
 
+@pytest.mark.parametrize("variant", ["ti2v", "t2v"])
+def test_tiled_encode_of_both_vaes(wan: Client, variant: str) -> None:
+    made = graph(variant, masked, False)
+    made["red"] = node("WanInputs", seed=1, frames=15, height=70, width=133)
+    for side in ("core", "pool"):
+        encoded = made[f"{side}-encoded"]
+        encoded["class_type"] = "VAEEncodeTiled"
+        encoded["inputs"] |= {"tile_size": 64, "overlap": 32, "temporal_size": 8, "temporal_overlap": 4}
+    found = run(wan, made)
+    shape = {"ti2v": (1, 48, 4, 4, 8), "t2v": (1, 16, 4, 8, 16)}[variant]
+    assert found["pool"]["latent.samples"].shape == shape and found["core"]["latent.samples"].std() > 0.05
+    assert worst(found["pool"], found["core"]) < TOLERANCE
+
+
 def test_an_image_of_another_length_is_an_error_with_both_sizes(wan: Client) -> None:
     made = graph("i2v-2.2", image_to_video, True)
     made["longer"] = node("EmptyHunyuanLatentVideo", **{**SIZE, "length": 13}, batch_size=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comfyui_pipedit.errors import InvalidJob
-from comfyui_pipedit.job import Geometry, ModelFiles, Weights
+from comfyui_pipedit.job import Geometry, ModelFiles, Tiling, Weights
 from nodes import convert
 from nodes.conditioning import read
 
@@ -171,6 +171,22 @@ def test_pixels_are_cut_to_whole_latents_in_the_middle() -> None:
     assert torch.equal(request.frames, pixels[:5, 3:67, 2:66, :3])
     with pytest.raises(InvalidJob, match="8 or more"):
         convert.encodes(torch.rand(1, 7, 64, 3), Weights("wan", "vae", "/toy"), GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((128, 128, 64, 16, 12), Tiling(128, 64, 16, 12)),
+        ((None, 512, None, None, None), Tiling(512, 64, convert.ALL_FRAMES, 1)),
+    ],
+)
+def test_sizes_of_a_tiled_encode_are_taken_as_they_are(sizes: tuple[int | None, ...], expected: Tiling) -> None:
+    assert convert.encode_tiling(*sizes) == expected
+
+
+def test_tiles_are_square() -> None:
+    with pytest.raises(InvalidJob, match="tiles must be square, not 512 x 256"):
+        convert.encode_tiling(None, 256, 64, 16, 4)
 
 
 def test_a_latent_keeps_its_other_keys() -> None:
