@@ -18,6 +18,7 @@ from ..plan import Segments
 from .fabric import Fabric, Transfer
 from .kernels import Attention, steady_attention
 from .layout import Layout, Move, inward, outward
+from .scratch import Scratch
 
 OnPhase = Callable[[str], None]
 """Told what a rank waits for, and "" when the wait is over."""
@@ -36,6 +37,7 @@ class Exchange:
         self.fabric = fabric
         self.attention = attention
         self.on_phase = on_phase
+        self.scratch = Scratch()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, **options: Any) -> Tensor:
         """Attention of a holder's rows [B, s_local, H, D] (any strides) to all rows -> [B, s_local, H, D].
@@ -95,6 +97,8 @@ class _Pipeline:
         self.rows = rows
         self.layout = layout
         self.options = options
+        self.scratch = exchange.scratch
+        self.scratch.enter(layout)
         self.result = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
 
     def run(self) -> Tensor:
@@ -104,17 +108,19 @@ class _Pipeline:
         for chunk in range(chunks):
             if chunk + 1 < chunks:
                 arriving.append(self._send_in(chunk + 1))
-            sequence, transfer = arriving.pop(0)
+            sequence, packed, transfer = arriving.pop(0)
             self._wait(transfer, "Q, K, V", chunk)
             returning.append(self._send_out(chunk, self._attend(sequence)))
-        for chunk, (pieces, transfer) in enumerate(returning):
+            self.scratch.give(sequence, *packed)
+        for chunk, (pieces, landed, transfer) in enumerate(returning):
             self._wait(transfer, "outputs", chunk)
             self._place(pieces)
+            self.scratch.give(*landed)
         return self.result
 
-    def _send_in(self, chunk: int) -> tuple[Tensor, Transfer]:
-        """Posts a chunk's Q, K, V. The sequence of own heads is [rows, 3, B, heads, D]: what comes from a rank is one
-        contiguous part of it and needs no copy."""
+    def _send_in(self, chunk: int) -> tuple[Tensor, list[Tensor], Transfer]:
+        """Posts a chunk's Q, K, V; the sequence, and what was packed to be sent. The sequence of own heads is [rows, 3,
+        B, heads, D]: what comes from a rank is one contiguous part of it and needs no copy."""
         moves = inward(self.layout, chunk)
         sequence = self._empty_sequence(chunk)
         sends = [(move.target, self._pack(move)) for move in moves if move.source == self.rank != move.target]
@@ -124,36 +130,38 @@ class _Pipeline:
         for move in moves:
             if move.source == move.target == self.rank:
                 self._pack(move, out=sequence[slice(*move.target_rows)])
-        return sequence, transfer
+        return sequence, [packed for _, packed in sends], transfer
 
     def _empty_sequence(self, chunk: int) -> Tensor:
         batch, _, _, width = self.result.shape
         first, last = self.layout.heads_of(self.rank, chunk)
-        return self.result.new_empty(self.layout.num_rows, 3, batch, last - first, width)
+        return self.scratch.take(self.result, (self.layout.num_rows, 3, batch, last - first, width))
 
     def _pack(self, move: Move, out: Tensor | None = None) -> Tensor:
         """A move's part of Q, K, V as one contiguous [rows, 3, B, heads, D]."""
         part = [tensor[:, slice(*move.source_rows), slice(*move.heads)].transpose(0, 1) for tensor in self.rows]
-        return torch.stack(part, dim=1, out=out)
+        rows, *rest = part[0].shape
+        return torch.stack(part, dim=1, out=self.scratch.take(self.result, (rows, 3, *rest)) if out is None else out)
 
     def _attend(self, sequence: Tensor) -> Tensor:
         """[rows, 3, B, heads, D] -> [B, rows, heads, D]; the kernel isn't called for no heads."""
         query, key, value = sequence.transpose(0, 2).unbind(1)
         return self.exchange.attention(query, key, value, **self.options) if query.shape[2] else query
 
-    def _send_out(self, chunk: int, output: Tensor) -> tuple[list[tuple[Move, Tensor]], Transfer]:
-        """Posts a chunk's output rows; returns what will be placed in the result once they have arrived."""
+    def _send_out(self, chunk: int, output: Tensor) -> tuple[list[tuple[Move, Tensor]], list[Tensor], Transfer]:
+        """Posts a chunk's output rows; returns what will be placed in the result once they have arrived, and what they
+        arrive in."""
         moves = outward(self.layout, chunk)
         sends = [(move.target, output[:, slice(*move.source_rows)]) for move in moves
                  if move.source == self.rank != move.target]
         coming = [(move, self._landing(move)) for move in moves if move.target == self.rank != move.source]
         transfer = self.exchange.fabric.post(sends, [(move.source, tensor) for move, tensor in coming])
         own = [(move, output[:, slice(*move.source_rows)]) for move in moves if move.source == move.target == self.rank]
-        return own + coming, transfer
+        return own + coming, [landing for _, landing in coming], transfer
 
     def _landing(self, move: Move) -> Tensor:
         batch, _, _, width = self.result.shape
-        return self.result.new_empty(batch, *move.shape, width)
+        return self.scratch.take(self.result, (batch, *move.shape, width))
 
     def _place(self, pieces: list[tuple[Move, Tensor]]) -> None:
         """Puts output rows where their heads belong, by head number: so no chunk order needs PipeDiT's repair (3.1)."""

@@ -207,6 +207,7 @@ class Residency:
             for held in (self._networks, self._sources, self._adapted, self._sizes):
                 held.pop(weights, None)
         gc.collect()  # hooks know their modules, so that a network goes with the collector only
+        self._context.exchange.scratch.clear()
         self._device.release_cached()
 
     def _build(self, weights: Weights, source: PlacedWeights) -> Any:

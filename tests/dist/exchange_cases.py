@@ -79,6 +79,22 @@ def _one(fabric: PointToPoint, layout: Layout, batch: int) -> int:
     return 1
 
 
+def again_and_again(device: torch.device, layout: Layout, batch: int) -> list[int]:
+    """The same exchange three times, its buffers spoilt in between; how many buffers it then had to itself."""
+    rank, held = dist.get_rank(), []
+    exchange = Exchange(rank, PointToPoint(device))
+    for _ in range(3):
+        exchange.attention = CodedAttention(rank, layout, batch, torch.device(device))
+        rows = [own_rows(whole, rank, layout.segments) for whole in exchange.attention.expected]
+        assert torch.equal(exchange.attend(*(strided(x) for x in rows[:OUT]), layout), rows[OUT])
+        buffers = [buffer for kept in exchange.scratch._free.values() for buffer in kept]
+        assert len({buffer.data_ptr() for buffer in buffers if buffer.numel()}) == sum(b.numel() > 0 for b in buffers)
+        for buffer in buffers:
+            buffer.fill_(float("nan"))
+        held.append(len(buffers))
+    return held
+
+
 def gather_coded(device: torch.device, segments: Sequence[Segments], batch: int) -> int:
     """Gathers coded rows along each dimension in turn, from strided slices; returns how many gathers were right."""
     exchange = Exchange(dist.get_rank(), PointToPoint(device))

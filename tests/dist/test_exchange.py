@@ -56,6 +56,13 @@ def test_all_groups_tokens_heads_and_chunks(world: Ranks, size: int):
     assert sum(taken) == sum(len(layout.ranks) for layout in layouts) > 0
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_buffers_are_used_again_and_nothing_of_before_is_seen(world: Ranks, chunks: int):
+    layout = Layout.even(Group((2, 0, 1)), 37, 8, chunks)
+    for held in world.run(3, cases.again_and_again, layout=layout, batch=1):
+        assert held[0] > 0 and held == [held[0]] * 3
+
+
 def test_tables_that_differ_from_the_holders(world: Ranks):
     layouts = [Layout(segments, heads, chunks) for segments, heads in AWKWARD.values() for chunks in (1, 2, 4)]
     taken = world.run(4, cases.exchange_coded, layouts=layouts, batch=1)
