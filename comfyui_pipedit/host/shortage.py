@@ -59,6 +59,8 @@ def _advice(work: Work, need: Need, memory: Memory, others: int, left: Sequence[
         yield "close what else uses the GPU"
     if work.kind == "decode" and work.tiling is None:
         yield "set tiling to auto or on"
+    elif work.kind != "denoise":
+        yield "use a smaller picture" if work.shape else "use a GPU with more memory"
     if work.weights.part == "transformer" and work.weights.dtype not in FP8_NAMES:
         yield "set weight_dtype to fp8_e4m3fn"
     if work.kind == "denoise":
