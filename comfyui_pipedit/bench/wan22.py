@@ -150,7 +150,9 @@ def resident(name: str, path: Path, changes: int, lora: Path) -> Tensor:
             host_peak_gib=host.peak_gib, host_bound_gib=1.15 * size + 2)
         lora_changes(engine, name, files, lora, changes)
         submit(engine, text_job(files, WHOLE, 4, steps=1))
-        say(f"peak {name} at 832x480x81", gpu_gib=max(used_gib()) - max(before))
+        beside = max(engine.status()["peaks"].values()) / GIB
+        say(f"peak {name} at 832x480x81", gpu_gib=max(used_gib()) - max(before), beside_weights_gib=beside,
+            whole_gib=weights_gib(engine) + beside)
     return latent
 
 

@@ -143,6 +143,11 @@ class Claims:
         """Bytes that a rank holds on its device, as far as is known. Any thread."""
         return self._residence.num_bytes(rank) + self._held.get(rank, 0)
 
+    def peaks(self) -> dict[str, int]:
+        """Each kind of work that ranks did -> bytes beside the weights at its peak. Any thread."""
+        known = tuple(self._peaks.items())
+        return {f"{work.kind} {work.label}, {work.ranks} ranks, {work.weights.path}": peak for work, peak in known}
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _counts(self, rank: int) -> bool:

@@ -106,6 +106,7 @@ class Engine:
             "pids": list(self.pool.pids()),
             "phases": {str(rank): self.pool.phase(rank) for rank in range(len(self.devices))},
             "resident": self.scheduler.residence.summary(),
+            "peaks": self.scheduler.claims.peaks(),
             "tasks": [{"id": task.id, "kind": task.kind, "state": task.state, "done": task.done, "units": task.units,
                        "ranks": list(task.ranks)} for task in tasks],
         }

@@ -279,6 +279,7 @@ def test_a_measured_peak_takes_the_estimates_place(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(scripted_gpus.ACTIVATIONS, "denoise", 2)
     bench.clip()
     bench.run()
+    assert [peak / GIB for peak in bench.scheduler.claims.peaks().values()] == [2]
     monkeypatch.setitem(scripted_gpus.ACTIVATIONS, "denoise", 9)
     bench.pool.gpus[0].held = 0
     bench.scheduler.claims.released(0)
