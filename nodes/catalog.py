@@ -30,19 +30,27 @@ class Folders(Protocol):
 
     def get_folder_paths(self, folder_name: str) -> list[str]: ...
 
-    def get_full_path_or_raise(self, folder_name: str, filename: str) -> str: ...
+    def get_full_path(self, folder_name: str, filename: str) -> str | None: ...
 
 
 def diffusers_folders(root: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Folders below `root` that hold a model_index.json, not looking inside of them."""
-    if not root.is_dir() or depth < 0:
+    if depth < 0:
         return
-    if (root / INDEX).is_file():
+    if os.path.isfile(root / INDEX):
         yield root
-        return
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if entry.is_dir() and not entry.name.startswith("."):
-            yield from diffusers_folders(Path(entry.path), depth - 1)
+    else:
+        for folder in subfolders(root):
+            yield from diffusers_folders(folder, depth - 1)
+
+
+def subfolders(root: Path) -> list[Path]:
+    """The folders in a folder, by name; none where it may not be read. One bad folder must not take the node away."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return []
+    return [root / name for name in names if not name.startswith(".") and os.path.isdir(root / name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,9 @@ class Catalog:
 
 
 def listed(paths: Folders, category: str) -> dict[str, Path]:
-    """Name -> file of a category of model folders."""
-    return {name: Path(paths.get_full_path_or_raise(category, name)) for name in paths.get_filename_list(category)}
+    """Name -> file of a category of model folders. ComfyUI lists links that lead nowhere too: they are left out."""
+    files = ((name, paths.get_full_path(category, name)) for name in paths.get_filename_list(category))
+    return {name: Path(file) for name, file in files if file is not None}
 
 
 def named(value: str | None, files: Mapping[str, Path]) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 from comfy_api.latest import io
 
 from comfyui_pipedit import loaders
-from comfyui_pipedit.errors import InvalidJob, not_one_of
+from comfyui_pipedit.errors import InvalidJob, LoadError, not_one_of
 from comfyui_pipedit.job import Expert, ModelFiles
 from comfyui_pipedit.loaders import precision
 from comfyui_pipedit.loaders.lora import LoraReport, fit, read_lora
@@ -85,11 +85,14 @@ class PipeDiTLoRA(io.ComfyNode):
 
 
 def lora_path(name: str) -> Path:
-    """The file of a name in ComfyUI's list. InvalidJob for others."""
+    """The file of a name in ComfyUI's list. InvalidJob for others, LoadError for a link that leads nowhere."""
     names = folder_paths.get_filename_list("loras")
     if name not in names:
         raise not_one_of("lora_name", name, names)
-    return Path(folder_paths.get_full_path_or_raise("loras", name))
+    path = folder_paths.get_full_path("loras", name)
+    if path is None:
+        raise LoadError(f"lora_name {name!r} is a link to a file that is gone; download it again, or choose another")
+    return Path(path)
 
 
 def with_lora(files: ModelFiles, path: Path, strength: float, expert: str) -> tuple[ModelFiles, Sequence[LoraReport]]:

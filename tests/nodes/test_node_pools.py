@@ -104,8 +104,9 @@ class Folders:
     def get_folder_paths(self, folder_name: str) -> list[str]:
         return [str(self.root / folder_name)]
 
-    def get_full_path_or_raise(self, folder_name: str, filename: str) -> str:
-        return str(self.root / folder_name / filename)
+    def get_full_path(self, folder_name: str, filename: str) -> str | None:
+        path = self.root / folder_name / filename
+        return str(path) if path.is_file() else None
 
 
 @pytest.fixture
@@ -147,6 +148,14 @@ def test_fingerprint_sees_a_replaced_and_an_added_file(catalog: Catalog, tmp_pat
 
 def test_absent_folders_hold_nothing(tmp_path: Path) -> None:
     assert list(diffusers_folders(tmp_path / "none")) == []
+
+
+def test_links_that_lead_nowhere_or_round_take_no_other_model_away(catalog: Catalog, tmp_path: Path) -> None:
+    (tmp_path / "diffusion_models/b.safetensors").symlink_to(tmp_path / "gone.safetensors")
+    (tmp_path / "diffusers/loop").symlink_to(tmp_path / "diffusers/loop")
+    (tmp_path / "diffusers/org/up").symlink_to(tmp_path / "diffusers")
+    found = Catalog.read(Folders(tmp_path)).models
+    assert set(catalog.models) <= set(found) and "b.safetensors" not in found
 
 
 def test_only_cosmetic_keywords_are_dropped() -> None:
