@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import LoadError
 from ..job import LoraUse
 from . import lora_keys
-from .safetensors_file import Entry, read_entries
+from .safetensors_file import Entry, mapped, read_entries
 
 INPUT_LAYERS = ("patch_embedding.weight",)
 """Weights whose inputs differ between Wan's variants: a LoRA for another variant leaves them alone, as in ComfyUI."""
@@ -91,13 +91,11 @@ class LoraFile:
     def open(self) -> Iterator[Callable[[str], Tensor]]:
         """A function from a tensor's name to the tensor, a view of the mapped file. LoadError if the file is not the
         one that was read."""
-        from safetensors import safe_open
-
         if stamp_of(Path(self.path)) != self.stamp:
             raise LoadError(f"{self.path} was changed after the graph had read it; queue again to use what is there "
                             "now")
-        with safe_open(self.path, framework="pt", device="cpu") as handle:
-            yield handle.get_tensor
+        with mapped(Path(self.path)) as read:
+            yield read
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +248,8 @@ def _check_ranks(adapter: Adapter, file: Path) -> None:
 
 
 def _read_alphas(file: Path, names: list[str]) -> dict[str, float]:
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt", device="cpu") as handle:
-        tensors = {name: handle.get_tensor(name) for name in names}
+    with mapped(file) as read:
+        tensors = {name: read(name) for name in names}
     wrong = [name for name, tensor in tensors.items() if tensor.numel() != 1]
     if wrong:
         raise LoadError(f"{file.name}: {_some(wrong)} should hold one number")

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,13 @@ class Entry:
         return math.prod(self.shape)
 
     def read(self) -> bytes:
-        """Its bytes, read from the file; for small ones that the host must look into."""
-        with self.file.open("rb") as file:
-            file.seek(self.span[0])
-            return file.read(self.span[1] - self.span[0])
+        """Its bytes, read from the file; for small ones that the host must look into. LoadError if it is gone."""
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.span[0])
+                return file.read(self.span[1] - self.span[0])
+        except OSError as error:
+            raise LoadError(f"{self.file} cannot be read: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +162,30 @@ def mapped_tensors(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]
 
     Tensors are read-only by contract: they view the mapped file.
     """
-    from safetensors import safe_open
-
     ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].name))
     for file, group in itertools.groupby(ordered, key=lambda item: item[1].file):
-        with safe_open(str(file), framework="pt", device="cpu") as handle:
+        with mapped(file) as read:
             for key, entry in group:
-                yield key, handle.get_tensor(entry.name)
+                yield key, read(entry.name)
+
+
+@contextmanager
+def mapped(file: Path) -> Iterator[Callable[[str], Tensor]]:
+    """A function from a tensor's name to the tensor, a view of the mapped file. LoadError if the file, or the tensor,
+    went away since its header was read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle = safe_open(str(file), framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{file} cannot be mapped: {error}") from None
+
+    def read(name: str) -> Tensor:
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise LoadError(f"{file} was changed after its header was read: {error}") from None
+        return tensor
+
+    with handle:
+        yield read

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comfyui_pipedit import loaders
 from comfyui_pipedit.errors import LoadError
-from comfyui_pipedit.loaders.safetensors_file import read_header
+from comfyui_pipedit.loaders.safetensors_file import mapped_tensors, read_header
 
 State = dict[str, Tensor]
 BYTES = torch.zeros(4, dtype=torch.uint8)
@@ -69,6 +69,23 @@ def test_a_missing_file_and_a_damaged_header(tmp_path: Path) -> None:
         (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(LoadError, match=said):
             loaders.inspect(tmp_path / "x.safetensors")
+
+
+def test_a_file_that_goes_or_is_replaced_after_its_header_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    entries = read_header(path).entries
+    save_file({"b": torch.zeros(2)}, path)
+    with pytest.raises(LoadError, match=r"x.safetensors was changed after its header was read: .*a"):
+        list(mapped_tensors(entries))
+    path.write_text("<html>not found</html>")
+    with pytest.raises(LoadError, match=r"x.safetensors cannot be mapped: "):
+        list(mapped_tensors(entries))
+    path.unlink()
+    with pytest.raises(LoadError, match=r"x.safetensors cannot be mapped: No such file"):
+        list(mapped_tensors(entries))
+    with pytest.raises(LoadError, match=r"x.safetensors cannot be read: No such file"):
+        entries["a"].read()
 
 
 @pytest.mark.parametrize(("names", "looks"), [
