@@ -45,8 +45,15 @@ def test_the_map_names_every_part_of_the_engine() -> None:
     assert [path.name for path in parts if not re.search(rf"\b{re.escape(path.stem)}\b", text)] == []
 
 
+@pytest.mark.parametrize("package", ["loaders", "models", "sampling"])
+def test_the_map_names_every_file_of_a_package(package: str) -> None:
+    text = (ROOT / "docs" / "structures.md").read_text()
+    files = [path.name for path in (ROOT / "comfyui_pipedit" / package).glob("[a-z]*.py")]
+    assert files and [name for name in sorted(files) if f"`{name}`" not in text] == []
+
+
 def test_the_map_names_only_files_that_exist() -> None:
     text = (ROOT / "docs" / "structures.md").read_text()
     names = {name for name in re.findall(r"`([\w/]+\.py)`", text) if "NAME" not in name}
-    places = (ROOT, ROOT / "comfyui_pipedit", ROOT / "scripts", *(ROOT / "comfyui_pipedit").glob("*/"))
+    places = (ROOT, ROOT / "comfyui_pipedit", ROOT / "nodes", ROOT / "scripts", *(ROOT / "comfyui_pipedit").glob("*/"))
     assert names and [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
