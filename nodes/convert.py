@@ -7,7 +7,7 @@ All checks that need no model are here, so that a graph fails with a clear text 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,29 +29,21 @@ SMALL_TILES = Tiling(256, 64, ALL_FRAMES, 1)
 """What ComfyUI's VAE.encode falls back to when memory is too small for the whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Settings:
-    """The widgets of a sampler node. shift 0 = the model's own. noise_offset: see sampling.draw_noises.
+    """What a clip needs of a sampler node's widgets. levels: noise levels, falling, float32 on the CPU.
 
-    levels: noise levels in place of steps, scheduler, denoise and shift. add_noise: False goes on from a latent with
-    leftover noise. switch_step: see job.Job.
+    noise_offset: see sampling.draw_noises. add_noise: False goes on from a latent with leftover noise. switch_step: see
+    job.Job.
     """
 
     seed: int
-    steps: int
     cfg: float
     sampler: str
-    scheduler: str
-    denoise: float = 1.0
-    shift: float = 0.0
+    levels: Tensor
     noise_offset: int = 1
-    levels: Tensor | None = field(default=None, compare=False)
     add_noise: bool = True
     switch_step: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.shift < 0:
-            raise InvalidJob(f"shift {self.shift} is not available here; allowed: 0 (the model's own) or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +114,6 @@ def batch_noise(seed: int, samples: Tensor, batch_index: Sequence[int] | None) -
     return torch.cat([drawn[index] for index in batch_index])
 
 
-def solver(settings: Settings, files: ModelFiles) -> sampling.SolverTable:
-    """The solver's table for a node's widgets; InvalidJob for what is not available."""
-    if settings.levels is not None:
-        return sampling.solver_table(settings.sampler, settings.levels)
-    shift = settings.shift or files.shift
-    sampling.check_settings(
-        settings.sampler, settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, cfg=settings.cfg
-    )
-    levels = sampling.sigmas(
-        settings.scheduler, settings.steps, shift=shift, denoise=settings.denoise, sampler=settings.sampler
-    )
-    return sampling.solver_table(settings.sampler, levels)
-
-
 def no_negative(cfg: float) -> InvalidJob:
     return InvalidJob(
         f"negative is not connected and cfg is {cfg}; connect a CLIP Text Encode (an empty text will do), "
@@ -156,7 +134,7 @@ def jobs(
     if settings.cfg != 1.0 and negative is None:
         raise no_negative(settings.cfg)
     samples = video_samples(latent, files.geometry, files.name)
-    table = solver(settings, files)
+    table = sampling.solver_table(settings.sampler, settings.levels)
     noise = batch_noise(settings.seed, samples, latent.get("batch_index"))
     noise = noise if settings.add_noise else torch.zeros_like(noise)
     noises = sampling.draw_noises(settings.seed, samples.shape, table.num_noises, settings.noise_offset)

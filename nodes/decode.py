@@ -20,7 +20,7 @@ from comfyui_pipedit.job import Tiling
 from . import convert, waiting
 from .compat import make
 from .handles import PoolVAE
-from .inputs import UNLINKED
+from .inputs import UNLINKED, refuse_plan
 from .loader import CATEGORY, Plan
 
 NAME = "Decoupled VAE Decode"
@@ -33,10 +33,7 @@ def refuse_later(tiling: str | None, plan: Any) -> None:
     """InvalidJob for an unknown mode and for a connected plan. None = not known yet."""
     if tiling is not None and tiling not in MODES:
         raise not_one_of("tiling", tiling, MODES)
-    if plan is not UNLINKED:
-        raise InvalidJob(
-            "plan is connected, and that input comes in a later version; disconnect it (the Loader's devices decide)"
-        )
+    refuse_plan(plan)
 
 
 class PipeDiTVAEDecode(io.ComfyNode):

@@ -121,13 +121,10 @@ def settings(asked: Widgets, levels: Tensor) -> convert.Settings:
     """What a clip in the pool needs of the widgets."""
     return convert.Settings(
         asked.seed,
-        asked.steps,
         asked.cfg,
         asked.sampler,
-        asked.scheduler,
-        shift=asked.shift,
+        levels,
         noise_offset=noise_offset(),
-        levels=levels,
         add_noise=asked.add_noise,
         switch_step=None if asked.switch_step == -1 else asked.switch_step,
     )

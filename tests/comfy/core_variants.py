@@ -128,10 +128,13 @@ def by_us(network: nn.Module, files: Any, case: Case, plain: bool) -> Tensor:
     import torch
     from pipedit_nodes import convert
 
+    from comfyui_pipedit import sampling
+
     given = latent(case)
     if plain:
         given.pop("noise_mask", None)
-    settings = convert.Settings(SEED, case.steps, case.cfg, case.sampler, "simple", noise_offset=noise_offset())
+    levels = sampling.sigmas("simple", case.steps, shift=files.shift, sampler=case.sampler)
+    settings = convert.Settings(SEED, case.cfg, case.sampler, levels, noise_offset=noise_offset())
     told = [conditioning(case, seed) for seed in (1, 2)]
     if plain:
         told = [[[entries[0][0], {}]] for entries in told]

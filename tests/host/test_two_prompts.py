@@ -10,7 +10,7 @@ import tiny_wan
 import torch
 from torch import Tensor
 
-from comfyui_pipedit import loaders
+from comfyui_pipedit import loaders, sampling
 from comfyui_pipedit.config import EngineConfig
 from comfyui_pipedit.host.engine import Engine
 from comfyui_pipedit.host.ticket import Ticket
@@ -19,7 +19,8 @@ from nodes import convert
 
 SECONDS = 60.0
 SHORT, LONG = "a red circle moving left", "a green square moving right on a blue background on black circle"
-SETTINGS = convert.Settings(seed=3, steps=3, cfg=3.0, sampler="uni_pc", scheduler="simple")
+LEVELS = sampling.sigmas("simple", 3, shift=3.0, sampler="uni_pc")
+SETTINGS = convert.Settings(seed=3, cfg=3.0, sampler="uni_pc", levels=LEVELS)
 Result = tuple[Tensor, Tensor]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from comfyui_pipedit import sampling
 from comfyui_pipedit.errors import InvalidJob
 from comfyui_pipedit.job import Geometry, ModelFiles, Tiling, Weights
 from nodes import convert
@@ -19,7 +20,8 @@ TEXT = [[torch.ones(1, 16, 64), {"pooled_output": None}]]
 
 
 def settings(**changes: Any) -> convert.Settings:
-    return convert.Settings(**{"seed": 3, "steps": 4, "cfg": 5.0, "sampler": "euler", "scheduler": "simple", **changes})
+    levels = sampling.sigmas("simple", 4, shift=3.0)
+    return convert.Settings(**{"seed": 3, "cfg": 5.0, "sampler": "euler", "levels": levels, **changes})
 
 
 def latent(*shape: int) -> dict[str, Any]:
