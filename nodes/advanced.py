@@ -19,7 +19,7 @@ NAME = "Multi-GPU Sampler (Advanced)"
 SWITCH = ("enable", "disable")
 
 
-class PipeDiTSamplerAdvanced(io.ComfyNode):
+class PipeDiTSamplerAdvanced(inputs.SamplerNode):
     """Denoises some steps of a run on the pool."""
 
     @classmethod
@@ -60,16 +60,6 @@ class PipeDiTSamplerAdvanced(io.ComfyNode):
             outputs=[inputs.latent_output()],
             hidden=[io.Hidden.prompt],
         )
-
-    @classmethod
-    def validate_inputs(cls, sampler_name: str, scheduler: str, plan: Any = UNLINKED) -> bool | str:
-        """True, or which value this version does not take."""
-        return inputs.complaint(sampler_name, scheduler, plan)
-
-    @classmethod
-    def check_lazy_status(cls, cfg: float, sampler_name: str, **given: Any) -> list[str]:
-        """Asks for a linked negative only where guidance needs it."""
-        return inputs.lazy_negative(cfg, sampler_name, given)
 
     @classmethod
     async def execute(

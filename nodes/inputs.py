@@ -1,8 +1,7 @@
-"""Inputs that the sampler nodes share, and the checks of their values at validation."""
+"""What the sampler nodes share: inputs, and the checks of their values at validation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import comfy.samplers
@@ -110,16 +109,21 @@ def refuse_plan(plan: Any) -> None:
         )
 
 
-def complaint(sampler: str | None, scheduler: str | None, plan: Any) -> bool | str:
-    """For validate_inputs: True, or which value is not taken."""
-    try:
-        solving.check(sampler, scheduler)
-        refuse_plan(plan)
-    except InvalidJob as error:
-        return str(error)
-    return True
+class SamplerNode(io.ComfyNode):
+    """The checks that ComfyUI asks of both sampler nodes."""
 
+    @classmethod
+    def validate_inputs(cls, sampler_name: str | None, scheduler: str | None, plan: Any = UNLINKED) -> bool | str:
+        """True, or which value this version does not take."""
+        try:
+            solving.check(sampler_name, scheduler)
+            refuse_plan(plan)
+        except InvalidJob as error:
+            return str(error)
+        return True
 
-def lazy_negative(cfg: float, sampler: str, given: Mapping[str, Any]) -> list[str]:
-    """For check_lazy_status: "negative" where it is linked, needed and not there yet."""
-    return ["negative"] if solving.needs_negative(cfg, sampler) and given.get("negative", UNLINKED) is None else []
+    @classmethod
+    def check_lazy_status(cls, cfg: float, sampler_name: str, **given: Any) -> list[str]:
+        """Asks for a negative that is linked and not there yet, only where guidance needs it."""
+        needed = solving.needs_negative(cfg, sampler_name)
+        return ["negative"] if needed and given.get("negative", UNLINKED) is None else []

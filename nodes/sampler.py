@@ -18,7 +18,7 @@ from .solving import Widgets
 NAME = "Multi-GPU Sampler"
 
 
-class PipeDiTSampler(io.ComfyNode):
+class PipeDiTSampler(inputs.SamplerNode):
     """Denoises on the pool."""
 
     @classmethod
@@ -58,16 +58,6 @@ class PipeDiTSampler(io.ComfyNode):
             outputs=[inputs.latent_output()],
             hidden=[io.Hidden.prompt],
         )
-
-    @classmethod
-    def validate_inputs(cls, sampler_name: str, scheduler: str, plan: Any = UNLINKED) -> bool | str:
-        """True, or which value this version does not take."""
-        return inputs.complaint(sampler_name, scheduler, plan)
-
-    @classmethod
-    def check_lazy_status(cls, cfg: float, sampler_name: str, **given: Any) -> list[str]:
-        """Asks for a linked negative only where guidance needs it."""
-        return inputs.lazy_negative(cfg, sampler_name, given)
 
     @classmethod
     async def execute(
