@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -92,7 +91,6 @@ def test_a_rank_at_work(name: str, victim: int, fault: signal.Signals, engine: E
     held_in = hold.wait()
     until(lambda: engine.pool.phase(0).startswith(phase.leader), "the leader in the step that is struck")
     pid, alive = strike(engine, victim, fault)
-    struck = time.monotonic()
     hit = ticket if phase.task == "clip" else ticket.frames
     assert hit is not None
     if victim in AT_WORK[phase.task]:
@@ -103,7 +101,6 @@ def test_a_rank_at_work(name: str, victim: int, fault: signal.Signals, engine: E
         first_line = str(caught.value).splitlines()[0]
         assert re.search(rank_pattern(victim, pid, seen, fault), first_line)
         assert phase.kept in first_line and first_line.endswith("The pool restarts by itself.")
-        assert time.monotonic() - struck < SECONDS
     else:  # the work of the others goes on by itself in the new world
         assert ticket.frames is not None and ticket.frames.wait(SECONDS * 2)
         assert_same((ticket.result(), ticket.frames.result()), reference)
