@@ -6,6 +6,7 @@ last. Pools of one process share its locks: they see each other's weights, and t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -23,6 +24,7 @@ from pathlib import Path
 from ..errors import DeviceTaken
 
 COMMAND_LENGTH = 120
+NO_FILES = "no lock files, so a second program on the same GPU will not be noticed: %s"
 
 log = logging.getLogger("pipedit")
 
@@ -59,8 +61,12 @@ class Locks:
             folder = self._usable_folder() if gpus else None
             if folder is None:
                 return
-            others = {device: holder for device, hardware in gpus.items()
-                      if (holder := self._take(folder, hardware)) is not None}
+            try:
+                others = {device: holder for device, hardware in gpus.items()
+                          if (holder := self._take(folder, hardware)) is not None}
+            except OSError as error:
+                log.warning(NO_FILES, error)
+                return
             if others:
                 free = [device for device in gpus if device not in others]
                 self._release(gpus[device] for device in free)
@@ -76,11 +82,11 @@ class Locks:
         try:
             return self._folder or runtime_folder()
         except OSError as error:
-            log.warning("no lock files, so a second program on the same GPU will not be noticed: %s", error)
+            log.warning(NO_FILES, error)
             return None
 
     def _take(self, folder: Path, hardware: str) -> Holder | None:
-        """None: the lock is this process's. Otherwise who has it."""
+        """None: the lock is this process's. Otherwise who has it. OSError where there can be no such file."""
         if hardware in self._held:
             fd, uses = self._held[hardware]
             self._held[hardware] = fd, uses + 1
@@ -92,9 +98,13 @@ class Locks:
             holder = _read(fd)
             os.close(fd)
             return holder
-        os.truncate(fd, 0)
-        os.pwrite(fd, json.dumps(asdict(Holder.this_process())).encode(), 0)
+        except OSError:
+            os.close(fd)
+            raise
         self._held[hardware] = fd, 1
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its holder stays unnamed
+            os.truncate(fd, 0)
+            os.pwrite(fd, json.dumps(asdict(Holder.this_process())).encode(), 0)
         return None
 
     def _release(self, names: Iterable[str]) -> None:

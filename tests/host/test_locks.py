@@ -96,6 +96,16 @@ def test_a_pool_works_where_there_can_be_no_lock_file(monkeypatch: pytest.Monkey
     assert "no lock files" in caplog.text
 
 
+def test_a_file_that_cannot_be_opened_is_no_lock_and_no_error(tmp_path: Path,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "GPU-a.lock").mkdir()
+    mine = Locks(tmp_path)
+    mine.take(TWO)
+    mine.release(TWO)
+    assert "no lock files" in caplog.text
+    Locks(tmp_path).take({"gpu:1": "GPU-b"})
+
+
 def test_cpu_ranks_take_no_lock() -> None:
     assert devices.hardware(("cpu:0", "cpu:1")) == {}
 
