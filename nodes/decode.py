@@ -11,6 +11,7 @@ from typing import Any
 
 import folder_paths
 from comfy_api.latest import io
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from comfyui_pipedit.errors import Cancelled, InvalidJob, OutOfMemory, PipeDiTError, not_one_of
@@ -154,11 +155,19 @@ def keeping(latent: Any) -> Iterator[None]:
     except (InvalidJob, Cancelled):
         raise
     except PipeDiTError as error:
-        path = Path(folder_paths.get_temp_directory()) / f"pipedit_undecoded_{uuid.uuid4().hex[:8]}.latent"
+        error.args = (f"{error}\n{written(latent)}",)
+        raise
+
+
+def written(latent: Any) -> str:
+    """Writes a latent to ComfyUI's temp folder and says where it is, or why it could not be written."""
+    path = Path(folder_paths.get_temp_directory()) / f"pipedit_undecoded_{uuid.uuid4().hex[:8]}.latent"
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(convert.latent_file(latent), path)
-        error.args = (f"{error}\nThe latent is in {path}; copy it to ComfyUI's input folder for Load Latent.",)
-        raise
+    except (OSError, SafetensorError) as error:
+        return f"The latent could not be written to {path} ({error}); queue again: it is still in ComfyUI's cache."
+    return f"The latent is in {path}; copy it to ComfyUI's input folder for Load Latent."
 
 
 def check_vae(vae: Any) -> None:

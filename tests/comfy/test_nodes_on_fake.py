@@ -269,6 +269,20 @@ def test_a_latent_that_cannot_be_decoded_is_written(fake: Client) -> None:
     )
 
 
+def test_a_latent_that_cannot_be_written_either_leaves_the_pools_error(fake: Client) -> None:
+    script(fake, fail={"frames": "rank 2 was killed", "decode": "rank 2 was killed"})
+    graph = without(paper(), "8")
+    folder = Path(message(run(fake, graph)).split("The latent is in ")[1].split(";")[0]).parent
+    away = folder.rename(folder.with_name("away"))
+    folder.write_text("a file in the folder's place")
+    try:
+        text = message(run(fake, graph))
+    finally:
+        folder.unlink()
+        away.rename(folder)
+    assert text.startswith("Decoupled VAE Decode: rank 2 was killed") and "The latent could not be written to" in text
+
+
 def test_an_engine_that_ended_is_replaced(fake: Client) -> None:
     script(fake, closed=1)
     assert run(fake, paper()).status == "success"
