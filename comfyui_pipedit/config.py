@@ -21,6 +21,7 @@ class EngineConfig:
     devices: "auto", "cpu:N", or a comma list of "gpu:I" (ComfyUI's logical numbers).
     split: "auto", "N" (N ranks denoise, the last one decodes too) or "N+M" (N denoise, M decode).
     Seconds: ping_interval, ping_deadline (no answer = stuck), start_deadline, lease_deadline.
+    helpers: idle decode ranks compute attention for a share of the heads (Aco); off, since its gain is not measured.
     worker_site: folder with the workers' own packages; worker_python: interpreter of the workers ("" = this one).
     preload: python files that the launcher imports; each may define `configure(runtime)` (called once in each rank),
         which is how model families outside this package are registered.
@@ -35,6 +36,7 @@ class EngineConfig:
     start_deadline: float = 120.0
     lease_deadline: float = 600.0
     idle_timeout: float = 0.0
+    helpers: bool = False
     preload: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config import EngineConfig
@@ -29,13 +29,14 @@ from ..errors import (
 )
 from ..job import Progress, Span, Stage, Weights
 from ..wire.channel import close_all
-from ..wire.messages import Close, Encoded, LeaseDone, Loaded, Measured, Opened, Refused
+from ..wire.messages import Close, Encoded, Lease, LeaseDone, Loaded, Measured, Message, Opened, Refused
+from . import helping
 from .claims import Claims
 from .neighbour import Neighbour
 from .policies import Candidate, Policy, fcfs
 from .pool import FromRank, PoolEvent, PoolLike, PoolReady, RankLost
 from .residence import Residence
-from .tasks import Task, units_reported
+from .tasks import ClipTask, Task, units_reported
 
 LEASES_OUT = 2
 OPEN_CLIPS = 2
@@ -202,8 +203,12 @@ class Scheduler:
         if task is None:
             return None
         started = task.granted > task.first
-        self._end(task, error)
-        if started and len(task.ranks) > 1:
+        helped = not set(task.ranks).issuperset(+task.leases)
+        if isinstance(task, ClipTask) and helped and isinstance(error, OutOfMemory):
+            task.alone = True  # the room of an exchange was not claimed: it goes on from its kept latent without
+        else:
+            self._end(task, error)
+        if helped or (started and len(task.ranks) > 1):
             # The other ranks wait in an exchange that will never complete: only a new world frees them.
             self._lost(PoolError(f"rank {rank} gave up in mid-step: {message.text}"), ())
         return None
@@ -273,7 +278,7 @@ class Scheduler:
 
     def _grant(self, task: Task) -> None:
         while task.state == "open" and not task.cancelling and task.units is not None and task.granted < task.units:
-            if any(self.leases_out(rank) >= LEASES_OUT for rank in task.ranks):
+            if max((*map(self.leases_out, task.ranks), *task.leases.values())) >= LEASES_OUT:
                 return
             if not self._has_weights(task):
                 return self._report_loading(task)
@@ -281,11 +286,18 @@ class Scheduler:
             last = min(task.units, task.granted + task.lease_units())
             if not task.busy:
                 task.since = time.monotonic()
-            message, fds = task.lease_message(self._next_seq(), task.granted, last)
+            orders, fds = self._orders(task, last)
             task.granted = last
-            for rank in task.ranks:
+            for rank, message in orders.items():
                 self.pool.send(rank, message, fds)
                 task.leases[rank] += 1
+
+    def _orders(self, task: Task, last: int) -> tuple[dict[int, Message], Sequence[int]]:
+        """What each rank is told for the next lease, and the descriptors that go along."""
+        message, fds = task.lease_message(self._next_seq(), task.granted, last)
+        if isinstance(task, ClipTask) and isinstance(message, Lease) and self.config.helpers:
+            return helping.orders(task, message, self.tasks.values()), fds
+        return dict.fromkeys(task.ranks, message), fds
 
     def leases_out(self, rank: int) -> int:
         """Leases that a rank has and did not answer."""
@@ -298,7 +310,7 @@ class Scheduler:
             return tuple(rank for rank in task.ranks if not self.residence.has(rank, task.weights))
         if task.state == "opening":
             return tuple(rank for rank in task.ranks if rank not in task.opened)
-        return tuple(rank for rank in task.ranks if task.reported.get(rank, task.first) < task.granted)
+        return tuple(sorted(rank for rank, count in task.leases.items() if count > 0))
 
     def _next_seq(self) -> int:
         self._seq += 1

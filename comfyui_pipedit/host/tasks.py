@@ -22,6 +22,7 @@ from ..plan import Plan
 from ..wire import buffer
 from ..wire.buffer import KeptLatent
 from ..wire.messages import (
+    Attention,
     BranchRef,
     DecodeOpen,
     Encode,
@@ -125,8 +126,8 @@ class Task:
 
     @property
     def busy(self) -> bool:
-        """Whether a granted unit is not reported by every rank yet."""
-        return self.granted > self.done
+        """Whether a rank, a helper too, has a lease that it did not answer."""
+        return any(count > 0 for count in self.leases.values())
 
     @property
     def work(self) -> Work:
@@ -172,7 +173,10 @@ class Task:
 
 
 class ClipTask(Task):
-    """Denoises one clip; its kept latent is the hand-off to the decode and what a later try resumes from."""
+    """Denoises one clip; its kept latent is the hand-off to the decode and what a later try resumes from.
+
+    attention: what a row of its table takes by each expert, once its ranks have counted it; alone: it gets no helpers.
+    """
 
     kind = "denoise"
     stage = Stage.DENOISING
@@ -181,6 +185,8 @@ class ClipTask(Task):
         super().__init__(ticket, ordinal, plan.denoise.ranks, job.files.transformer)
         self.job, self.plan, self.kept_latent = job, plan, kept
         self.num_steps = len(job.table.steps)
+        self.attention: dict[Weights, Attention] = {}
+        self.alone = False
         self._message: Open | None = None
         self._resume()
 
@@ -235,6 +241,10 @@ class ClipTask(Task):
         most = max(1, EVALUATIONS_OUT // (rows * self.job.branches))
         ahead = self.job.switch - self.granted
         return min(most, ahead) if ahead > 0 else most
+
+    def accept(self, message: Message, fds: Sequence[int]) -> None:
+        if isinstance(message, LeaseDone) and message.attention is not None:
+            self.attention[self.job.expert(message.last - 1).weights] = message.attention
 
     def finish(self) -> Tensor:
         """The final latent float32 [1, C, T, h, w] in VAE space."""

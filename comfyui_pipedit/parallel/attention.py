@@ -37,9 +37,8 @@ def exchange(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_
     Local attention where there is no layout.
     """
     member, layout = CURRENT.get() or (None, None)
-    if member is None or layout is None:
-        attention = steady_attention if member is None else member.attention
-        return _fresh(attention(query, key, value, scale=scale, is_causal=is_causal))
+    if member is None:
+        return _fresh(steady_attention(query, key, value, scale=scale, is_causal=is_causal))
     return _fresh(member.attend(query, key, value, layout, scale=scale, is_causal=is_causal))
 
 

@@ -7,8 +7,9 @@ sequence and sends the output rows back. With owners = holders and one chunk thi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ def quiet(text: str) -> None:
     """An OnPhase that tells nobody."""
 
 
+class Form(NamedTuple):
+    """What attentions must have in common for a rank without tokens to serve them alike. options: of the kernel."""
+
+    batch: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+    options: tuple[tuple[str, Any], ...]
+
+
 class Exchange:
     """What one rank does in exchanges. All ranks of a layout must call alike, in the same order."""
 
@@ -38,12 +49,17 @@ class Exchange:
         self.attention = attention
         self.on_phase = on_phase
         self.scratch = Scratch()
+        self.seen: Counter[Form] = Counter()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout | None, **options: Any) -> Tensor:
         """Attention of a holder's rows [B, s_local, H, D] (any strides) to all rows -> [B, s_local, H, D].
 
-        `options` go to the attention kernel. OutOfStep if the shapes are not the layout's, before anything is sent.
+        No layout: these are all rows. `options` go to the attention kernel. `seen` counts calls by their form.
+        OutOfStep if the shapes are not the layout's, before anything is sent.
         """
+        self.seen[Form(query.shape[0], query.shape[2], query.shape[3], query.dtype, tuple(options.items()))] += 1
+        if layout is None:
+            return self.attention(query, key, value, **options)
         expected = (layout.rows_of(self.rank), layout.heads.num_heads)
         for tensor in (query, key, value):
             if tuple(tensor.shape[1:3]) != expected:

@@ -33,9 +33,12 @@ class Layout:
             raise InvalidJob(f"chunks must be 1 or more, not {self.chunks}")
 
     @classmethod
-    def even(cls, group: Group, num_tokens: int, num_heads: int, chunks: int = 1) -> Layout:
-        """The members of a group hold the tokens and own the heads: Ulysses with one chunk, PipeSP with more."""
-        return cls(Segments.even(group, num_tokens), HeadTable.even(group, num_heads), chunks)
+    def even(cls, group: Group, num_tokens: int, num_heads: int, chunks: int = 1,
+             helpers: tuple[int, ...] = ()) -> Layout:
+        """The members of a group hold the tokens, and own the heads: Ulysses with one chunk, PipeSP with more. Helpers
+        own an even share of the heads too (Aco); what does not divide stays with the group."""
+        owners = Group((*group.ranks, *helpers))
+        return cls(Segments.even(group, num_tokens), HeadTable.even(owners, num_heads), chunks)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """One frozen dataclass a message, both directions, and the codec: JSON tagged by class name, no pickle.
 
 Tensors never travel in a frame: a `TensorRef` names one of the file descriptors that accompany the frame (wire.buffer).
-Host to rank: Load Unload Measure Encode Open Evaluate Lease DecodeOpen VaeEncode Close Ping Exit. Rank to host: Ready
-Loaded Measured Encoded Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched Forked
-Reaped.
+Host to rank: Load Unload Measure Encode Open Evaluate Lease Help DecodeOpen VaeEncode Close Ping Exit. Rank to host:
+Ready Loaded Measured Encoded Opened LeaseDone Refused Failed Pong. Host to launcher: Fork. Launcher to host: Launched
+Forked Reaped.
 """
 
 from __future__ import annotations
@@ -237,17 +237,47 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Do units [first, last) of an open job: solver steps of a clip, or pieces of a decode."""
+    """Do units [first, last) of an open job: solver steps of a clip, or pieces of a decode. `helpers`: ranks that own
+    a share of the heads meanwhile; each was sent a Help."""
 
     seq: int
     job: str
     first: int
     last: int
+    helpers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attentions that are alike: `calls` of them on [batch, tokens, heads, size], dtype by its name in torch."""
+
+    calls: int
+    batch: int
+    heads: int
+    size: int
+    dtype: str
+    scale: float | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """Own a share of the heads for a lease of others (PipeDiT's Aco): serve `attention.calls` exchanges of `num_tokens`
+    tokens that `plan.denoise` holds. It needs no weights and nothing opened. Answered by LeaseDone."""
+
+    seq: int
+    job: str
+    last: int
+    plan: Plan
+    helpers: tuple[int, ...]
+    num_tokens: int
+    attention: Attention
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseDone:
-    """`frames` finished so far (decode only)."""
+    """`frames` finished so far (decode only). `attention`: what each row of the solver's table took of a clip's leased
+    steps, for helpers; None if they did not all take the same."""
 
     rank: int
     job: str
@@ -255,6 +285,7 @@ class LeaseDone:
     spans: tuple[Span, ...]
     frames: int = 0
     use: Use = Use()
+    attention: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +333,12 @@ class Exit:
 
 
 Message = (Fork | Launched | Forked | Reaped | Ready | Load | Loaded | Unload | Measure | Measured | Encode | Encoded
-           | Open | Evaluate | DecodeOpen | VaeEncode | Opened | Lease | LeaseDone | Close | Refused | Failed | Ping
-           | Pong | Exit)
+           | Open | Evaluate | DecodeOpen | VaeEncode | Opened | Lease | Help | LeaseDone | Close | Refused | Failed
+           | Ping | Pong | Exit)
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 NOUNS: tuple[type, ...] = (TensorRef, BranchRef, Weights, LoraUse, Expert, Geometry, Plan, Group, SolverTable, Row,
-                           Tiling, Span, Memory, Use)
+                           Tiling, Span, Memory, Use, Attention)
 
 
 def encode(message: Message) -> bytes:

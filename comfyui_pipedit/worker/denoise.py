@@ -17,8 +17,9 @@ from ..models.geometry import to_model, to_vae
 from ..parallel.sequence import Context
 from ..sampling import Row, State, advance, finish, start
 from ..wire.buffer import KeptLatent
-from ..wire.messages import Open
+from ..wire.messages import Attention, Open
 from .device import Device
+from .help import alike
 from .inputs import Inputs, layout
 from .residency import Residency
 
@@ -41,8 +42,9 @@ class Denoise:
         self._mask = inputs.mask(message.mask)
         self._kept = KeptLatent.attach(fds[message.kept.fd], message.kept)
         self._state = self._resumed(device) if message.first_step else start(message.table, self._noise, self._latent)
-        self._layout = layout(message.plan, message.geometry, message.latent.shape)
+        self.help_from(())
         self._next = message.first_step
+        self.attention: Attention | None = None
         self._expert = self._expert_of(self._next)
         self._branches = self._prepared(residency.check(self._expert))
 
@@ -51,10 +53,16 @@ class Denoise:
         """Steps of the whole clip, those before `first_step` included."""
         return self._message.table.num_steps
 
+    def help_from(self, helpers: tuple[int, ...]) -> None:
+        """Ranks that own a share of the heads from now on, and serve every exchange of what is run."""
+        message = self._message
+        self._layout = layout(message.plan, message.geometry, message.latent.shape, helpers)
+
     def run(self, first: int, last: int) -> int:
         """Does steps [first, last). OutOfStep if they do not follow those done. Returns 0: frames are the decode's."""
         if first != self._next:
             raise OutOfStep(f"{self._message.job}: step {first} was leased and step {self._next} is next")
+        self._context.exchange.seen.clear()
         for step in range(first, last):
             model = self._take(step)
             self._on_phase(f"step {step + 1} of {self.units}")
@@ -62,6 +70,8 @@ class Denoise:
                 self._state = advance(row, self._state, self._denoised(model, row), self._noises)
             self._next = step + 1
             self._keep()
+        rows = sum(len(self._message.table.steps[step]) for step in range(first, last))
+        self.attention = alike(self._context.exchange.seen, rows)
         return 0
 
     def _take(self, step: int) -> Any:

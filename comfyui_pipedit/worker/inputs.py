@@ -36,8 +36,8 @@ class Inputs:
         return Branch(self.tensor(ref.text), dict(extras))
 
 
-def layout(plan: Plan, geometry: Geometry, shape: tuple[int, ...]) -> Layout | None:
-    """Who holds which tokens and heads of a latent; None for a group of one, which exchanges nothing."""
-    if plan.denoise.size == 1:
+def layout(plan: Plan, geometry: Geometry, shape: tuple[int, ...], helpers: tuple[int, ...] = ()) -> Layout | None:
+    """Who holds which tokens and heads of a latent; None for one rank alone, which exchanges nothing."""
+    if plan.denoise.size == 1 and not helpers:
         return None
-    return Layout.even(plan.denoise, geometry.num_tokens(shape), geometry.num_heads, plan.chunks)
+    return Layout.even(plan.denoise, geometry.num_tokens(shape), geometry.num_heads, plan.chunks, helpers)

@@ -33,6 +33,7 @@ from ..wire.messages import (
     Evaluate,
     Exit,
     Failed,
+    Help,
     Lease,
     LeaseDone,
     Load,
@@ -53,6 +54,7 @@ from .decode import Decode
 from .denoise import Denoise
 from .device import Device
 from .evaluate import Evaluate as Evaluation
+from .help import serve
 from .residency import Residency
 
 
@@ -70,7 +72,7 @@ class Runtime:
         self._handlers: dict[type, Callable[[Any, Sequence[int]], None]] = {
             Load: self._load, Unload: self._unload, Measure: self._measure, Encode: self._encode,
             VaeEncode: self._vae_encode, Open: self._open, Evaluate: self._open_evaluation,
-            DecodeOpen: self._open_decode, Lease: self._lease, Close: self._close,
+            DecodeOpen: self._open_decode, Lease: self._lease, Help: self._help, Close: self._close,
         }
 
     def phase(self, text: str) -> None:
@@ -192,12 +194,24 @@ class Runtime:
         job = self.jobs.get(message.job)
         if job is None:  # closed or refused while this lease was on its way
             return
+        if isinstance(job, Denoise):
+            job.help_from(message.helpers)
         self.device.start_peak()
         started = time.monotonic()
         frames = job.run(message.first, message.last)
         self.device.synchronize()
         spans = (self._span(job.name, message.job, started),)
-        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, frames, self._use()))
+        attention = job.attention if isinstance(job, Denoise) else None
+        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, frames, self._use(), attention))
+
+    def _help(self, message: Help, fds: Sequence[int]) -> None:
+        self.phase(f"helping to denoise up to step {message.last}")
+        self.device.start_peak()
+        started = time.monotonic()
+        serve(message, self.context.exchange, self.device.torch)
+        self.device.synchronize()
+        spans = (self._span("help", message.job, started),)
+        self.channel.send(LeaseDone(self.rank, message.job, message.last, spans, 0, self._use()))
 
     def _close(self, message: Close, fds: Sequence[int]) -> None:
         self.jobs.pop(message.job, None)

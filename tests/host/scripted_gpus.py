@@ -167,9 +167,10 @@ class Clip(ClipTask):
 class Bench:
     """A scheduler on scripted GPUs, driven by hand."""
 
-    def __init__(self, *gpus: Gpu, neighbour: Neighbour | None = None) -> None:
-        self.pool = ScriptedPool(list(gpus))
-        config = EngineConfig(devices=",".join(self.pool.devices))
+    def __init__(self, *gpus: Gpu, neighbour: Neighbour | None = None, pool: type[ScriptedPool] = ScriptedPool,
+                 helpers: bool = False) -> None:
+        self.pool = pool(list(gpus))
+        config = EngineConfig(devices=",".join(self.pool.devices), helpers=helpers)
         self.scheduler = Scheduler(self.pool, config, lambda task, result: task.ticket.succeed(result),
                                    neighbour=neighbour)
         self.count = 0

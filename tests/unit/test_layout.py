@@ -54,6 +54,18 @@ def test_replicated_rows_go_to_a_helper_from_the_lowest_holder_and_never_between
     assert {(move.source, move.target) for move in back} == set(product((1, 0, 3), (3, 1)))
 
 
+@pytest.mark.parametrize(("heads", "denoise", "helpers", "counts"), [
+    (5, 1, 1, (3, 2)), (5, 2, 1, (2, 2, 1)), (5, 3, 1, (2, 1, 1, 1)), (5, 2, 2, (2, 1, 1, 1)), (8, 1, 1, (4, 4)),
+    (8, 2, 1, (3, 3, 2)), (8, 3, 1, (2, 2, 2, 2)), (8, 2, 2, (2, 2, 2, 2)), (12, 2, 1, (4, 4, 4)), (40, 1, 1, (20, 20)),
+    (40, 2, 1, (14, 13, 13)), (40, 3, 1, (10, 10, 10, 10)), (40, 2, 2, (10, 10, 10, 10))])
+def test_helpers_own_whole_heads_and_no_tokens(heads: int, denoise: int, helpers: int, counts: tuple[int, ...]):
+    group, more = Group(tuple(range(denoise))), tuple(range(denoise, denoise + helpers))
+    layout = Layout.even(group, 45, heads, chunks=2, helpers=more)
+    assert tuple(stop - start for start, stop in layout.heads.spans) == counts
+    assert layout.heads.owners.ranks == (*group.ranks, *more) and layout.segments == Segments.even(group, 45)
+    assert {move.target for chunk in (0, 1) for move in outward(layout, chunk)} == set(group.ranks)
+
+
 def test_a_rank_outside_holds_no_tokens():
     with pytest.raises(OutOfStep, match=r"rank 0 holds no tokens; the holders are \(3, 1\)"):
         ACO.rows_of(0)
