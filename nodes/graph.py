@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LOADER, LORA, SAMPLER, DECODE = "PipeDiTLoader", "PipeDiTLoRA", "PipeDiTSampler", "PipeDiTVAEDecode"
+LOADER, LORA, DECODE = "PipeDiTLoader", "PipeDiTLoRA", "PipeDiTVAEDecode"
 MODEL_SLOT, VAE_SLOT = 0, 2
 DECODE_WIDGETS = ("tiling", "tile_size", "overlap", "temporal_size", "temporal_overlap")
 Prompt = Mapping[str, Mapping[str, Any]]

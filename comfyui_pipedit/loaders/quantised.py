@@ -18,7 +18,6 @@ import torch
 from ..errors import LoadError
 from .safetensors_file import Entry, Header
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FORMATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 METADATA = "_quantization_metadata"
 MARKER, CONFIG = "scaled_fp8", ".comfy_quant"

@@ -39,11 +39,6 @@ class SolverTable:
         return len(self.steps)
 
     @property
-    def num_calls(self) -> int:
-        """Calls of the model from start to end (guidance doubles the evaluations, not the calls)."""
-        return sum(map(len, self.steps))
-
-    @property
     def num_noises(self) -> int:
         """Noise tensors that the updates add, beyond the one that the clip starts from."""
         return sum(row.noise_index >= 0 for step in self.steps for row in step)

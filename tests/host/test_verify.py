@@ -15,7 +15,6 @@ from comfyui_pipedit import verify, verify_tiny
 from comfyui_pipedit.errors import InvalidJob
 from comfyui_pipedit.requests import Clip
 
-HEADS = 4
 SIZES = (Clip(64, 64, 5), Clip(80, 48, 5))
 """32 and 30 tokens: the second divides by neither 4 nor 2 ranks' chunks."""
 PLANS = {"1": 4, "2": 2, "1+1": 4, "3": 2, "2+1": 2, "4": 1, "2+2": 2, "3+1": 2}

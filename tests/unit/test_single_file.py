@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from comfyui_pipedit.worker.residency import Residency
 
 CPU = Device.parse("cpu:0")
 State = dict[str, Tensor]
-Damage = Callable[[State], State]
 
 
 @pytest.fixture(scope="module", autouse=True)
