@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from yaml import YAMLError
 
 from comfyui_pipedit.config import EngineConfig
-from comfyui_pipedit.errors import PipeDiTError, PoolClosed
+from comfyui_pipedit.errors import PipeDiTError, PoolClosed, SetupError
 from comfyui_pipedit.host.devices import resolve
 from comfyui_pipedit.host.neighbour import Neighbour
 from comfyui_pipedit.host.ticket import Ticket
@@ -46,9 +47,12 @@ class EngineLike(Protocol):
 
 
 def read_config() -> EngineConfig:
-    """The settings in the YAML file that PIPEDIT_CONFIG names, or the defaults."""
+    """The settings in the YAML file that PIPEDIT_CONFIG names, or the defaults. SetupError if it cannot be read."""
     path = os.environ.get(CONFIG_VARIABLE, "")
-    return EngineConfig.from_yaml(Path(path)) if path else EngineConfig()
+    try:
+        return EngineConfig.from_yaml(Path(path)) if path else EngineConfig()
+    except (OSError, YAMLError) as error:
+        raise SetupError(f"{CONFIG_VARIABLE} names {path}, which cannot be read: {error}") from None
 
 
 def new_engine(devices: str) -> EngineLike:
@@ -126,7 +130,7 @@ class Pools:
         return sorted(found, key=lambda span: (span.start, span.rank))
 
     def free(self) -> None:
-        """Unloads the weights of all pools that are idle."""
+        """Unloads the weights of each pool as soon as nothing runs there."""
         for engine in self.all().values():
             engine.free()
 

@@ -31,7 +31,7 @@ async def get_spans(request: web.Request) -> web.Response:
 
 @web.middleware
 async def unload_on_free(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Unloads idle pools when someone asks ComfyUI to unload its models; ComfyUI tells no one else of it."""
+    """Unloads the pools when someone asks ComfyUI to unload its models; ComfyUI tells no one else of it."""
     response = await handler(request)
     if request.method == "POST" and request.path in FREE and response.status == 200 and await asks_to_unload(request):
         pools.free()

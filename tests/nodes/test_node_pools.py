@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from comfyui_pipedit.errors import InvalidJob
+from comfyui_pipedit.errors import InvalidJob, SetupError
 from comfyui_pipedit.host.ticket import Ticket
 from comfyui_pipedit.job import Tiling, Weights
 from nodes.catalog import Catalog, Choice, check_loader, complaint, diffusers_folders, fingerprint
@@ -41,6 +41,18 @@ def test_devices_of_the_settings_file_stand_for_auto(monkeypatch: pytest.MonkeyP
     (tmp_path / "pipedit.yaml").write_text("devices: cpu:2\n")
     monkeypatch.setenv("PIPEDIT_CONFIG", str(tmp_path / "pipedit.yaml"))
     assert Pools(Closing).get("auto").devices == "cpu:2"
+
+
+@pytest.mark.parametrize("text", [None, "devices: [cpu:2"], ids=["missing", "damaged"])
+def test_a_settings_file_that_cannot_be_read_is_named_with_its_variable(
+    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "pipedit.yaml"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("PIPEDIT_CONFIG", str(path))
+    with pytest.raises(SetupError, match=r"PIPEDIT_CONFIG names .*pipedit.yaml, which cannot be read: "):
+        Pools(Closing).get("auto")
 
 
 def ticket(error: Exception | None = None) -> Ticket:
