@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from graphs import Graph, change, node
 from server import Client
-from test_nodes_on_fake import asked, fake, fake_server, message, paper, run, script  # noqa: F401
+from test_nodes_on_fake import (  # noqa: F401
+    asked,
+    await_asked,
+    await_cancelled,
+    fake,
+    fake_server,
+    message,
+    paper,
+    run,
+    script,
+)
 
 ADVANCED = {
     "add_noise": "enable", "noise_seed": 3, "steps": 4, "cfg": 5.0, "sampler_name": "euler", "scheduler": "simple",
@@ -83,10 +93,7 @@ def test_an_error_of_the_pool_keeps_its_class_under_comfyuis_sampler(fake: Clien
 def test_a_cancel_reaches_the_evaluation(fake: Client) -> None:  # noqa: F811
     script(fake, hold=["evaluate"])
     prompt = fake.queue(change(paper(sampler_name="dpmpp_2m_sde"), "5", steps=2))
-    end = time.monotonic() + 20
-    while not (waiting := asked(fake, "evaluate")):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    waiting = await_asked(fake, "evaluate")
     fake.interrupt()
     assert fake.wait(prompt, 20).status == "interrupted"
-    assert fake.get("/fake")["cancelled"] == [waiting[0]["id"]]
+    assert await_cancelled(fake) == [waiting[0]["id"]]
