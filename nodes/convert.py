@@ -23,6 +23,8 @@ from .conditioning import Conditioning
 Latent = Mapping[str, Any]
 RATIO_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 EMPTY_LATENT = "EmptyHunyuanLatentVideo"
+EMPTY_LATENTS = {16: EMPTY_LATENT, 48: "Wan22ImageToVideoLatent"}
+"""Core's node for a model's latent channels."""
 ALL_FRAMES = 1 << 20
 """Frames of a tile that is longer than any clip."""
 SMALL_TILES = Tiling(256, 64, ALL_FRAMES, 1)
@@ -76,7 +78,8 @@ def checked_samples(samples: Any, geometry: Geometry, model: str) -> Tensor:
         )
     if shape[1] != geometry.channels:
         raise InvalidJob(
-            f"the latent has {shape[1]} channels and {model} needs {geometry.channels}; use {EMPTY_LATENT}"
+            f"the latent has {shape[1]} channels and {model} needs {geometry.channels}; use "
+            f"{EMPTY_LATENTS.get(geometry.channels, 'a latent of its own kind')}, and a VAE that belongs to the model"
         )
     if 0 in shape:
         raise InvalidJob(f"the latent is empty: {shape}")

@@ -98,7 +98,8 @@ def lora_path(name: str) -> Path:
 def with_lora(files: ModelFiles, path: Path, strength: float, expert: str) -> tuple[ModelFiles, Sequence[LoraReport]]:
     """A model with a LoRA at the end of its chains, and what takes effect on each of its experts.
 
-    InvalidJob for an expert that the model has not; LoadError for a file without effect or of another size.
+    InvalidJob for an expert that the model has not, and for a file with parts that are not supported; LoadError for a
+    file without effect or of another size.
     """
     if expert != "both" and files.transformer_low is None:
         raise InvalidJob(f"expert {expert!r}: {files.name} is one model; choose 'both', or set unet_name_low in the "
@@ -109,6 +110,9 @@ def with_lora(files: ModelFiles, path: Path, strength: float, expert: str) -> tu
     use = lora.use(strength)
     wanted = {"both": files.experts, "high": files.experts[:1], "low": files.experts[1:]}[expert]
     reports = [fit(lora, *shapes(one)) for one in wanted]
+    for report in reports:
+        if report.unsupported:
+            raise InvalidJob(f"{report.text}; a part of it alone would give another picture, so none is used")
     high = (use,) if expert != "low" else ()
     low = (use,) if expert != "high" and files.transformer_low is not None else ()
     return replace(files, loras=(*files.loras, *high), loras_low=(*files.loras_low, *low)), reports

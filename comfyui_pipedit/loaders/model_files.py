@@ -72,7 +72,7 @@ def _assembled(at: Place, low: Place | None, vae: Place | None, text: Place | No
 
 def _same_shape(config: Mapping[str, Any], other: Mapping[str, Any], path: Path, low: Path) -> None:
     """LoadError if two experts cannot take turns on one clip."""
-    for key in ("in_channels", "out_channels", "text_dim", "num_attention_heads"):
+    for key in ("in_channels", "out_channels", "text_dim", "num_attention_heads", "image_dim", "vace_layers"):
         if config.get(key) != other.get(key):
             raise LoadError(f"{path.name} and {low.name} are no two experts of one model: {key} is {config.get(key)} "
                             f"and {other.get(key)}")

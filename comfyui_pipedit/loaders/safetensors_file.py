@@ -111,9 +111,9 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. LoadError if it is missing, truncated or no safetensors file."""
+    """The header of a file. LoadError if it is missing, truncated, longer than it says, or no safetensors file."""
     raw, start, data_bytes = _header_json(path)
-    header = Header(path, {}, raw.pop("__metadata__", {}))
+    header, end = Header(path, {}, raw.pop("__metadata__", {})), 0
     for name, value in raw.items():
         try:
             dtype, shape, (first, last) = str(value["dtype"]), tuple(map(int, value["shape"])), value["data_offsets"]
@@ -121,10 +121,13 @@ def read_header(path: Path) -> Header:
             raise LoadError(f"{path} is not a safetensors file: its header says {value!r} of {name}") from None
         if last > data_bytes:
             raise LoadError(f"{path} is cut off: tensor {name} ends at byte {last} of {data_bytes}; download it again")
+        end = max(end, last)
         if dtype in DTYPES:
             header.entries[name] = Entry(name, DTYPES[dtype], shape, path, (start + first, start + last))
         else:
             header.unhandled[name] = dtype
+    if end < data_bytes:
+        raise LoadError(f"{path} has {data_bytes - end} bytes more than its header says; download it again")
     return header
 
 

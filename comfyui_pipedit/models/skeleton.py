@@ -35,7 +35,7 @@ def assign(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], what: str, 
         raise LoadError(f"{what} does not fit its config.json: {wrong.rstrip('; ')}")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
-            raise LoadError(f"{what}: tensor {name} is {list(tensor.shape)} and its config.json says "
+            raise LoadError(f"{what}: tensor {name} is {list(tensor.shape)} and the network has "
                             f"{list(expected[name].shape)}")
     module.load_state_dict(state, strict=False, assign=True)
 

@@ -199,6 +199,29 @@ def test_times_of_the_stages_are_in_the_ui_output(served: Client) -> None:
     assert account["seconds"]["denoise"] > 0 and "ranks 0, 1 denoise together" in account["plan"]
 
 
+def test_a_lora_with_parts_that_are_not_supported(pool_server: ComfyServer, served: Client) -> None:
+    import lora_files
+
+    from comfyui_pipedit import loaders
+
+    tiny_model = loaders.inspect(pool_server.base / "models" / "diffusers" / "tiny")
+    shapes = {name: entry.shape for name, entry in loaders.open_weights(tiny_model.transformer).entries.items()}
+    tensors = lora_files.state("comfy", shapes)
+    folder = pool_server.base / "models" / "loras"
+    lora_files.write(folder / "whole.safetensors", tensors)
+    stem = "diffusion_model.blocks.0.self_attn.q"
+    lora_files.write(folder / "part.safetensors", {**tensors, f"{stem}.dora_scale": torch.ones(64, 1)})
+
+    def graph(name: str) -> Graph:
+        adapted = node("PipeDiTLoRA", model=["1", 0], lora_name=name, strength_model=1.0, expert="both")
+        return change(tiny(steps=1, cfg=1.0), "5", model=["9", 0]) | {"9": adapted}
+
+    run(served, graph("whole.safetensors"))
+    refused = served.run(graph("part.safetensors"), LIMIT)
+    assert refused.error["node_type"] == "PipeDiTLoRA"
+    assert "1 use DoRA, which is not supported" in refused.error["exception_message"]
+
+
 def test_a_broken_model_folder(pool_server: ComfyServer, served: Client) -> None:
     broken = pool_server.base / "models" / "diffusers" / "broken"
     (broken / "transformer").mkdir(parents=True)

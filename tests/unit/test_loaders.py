@@ -19,7 +19,7 @@ from comfyui_pipedit import loaders
 from comfyui_pipedit.errors import InvalidJob, LoadError
 from comfyui_pipedit.job import ModelFiles, Weights
 from comfyui_pipedit.loaders.precision import Rules, Slot, converted_layout, layout_bytes
-from comfyui_pipedit.loaders.safetensors_file import Entry
+from comfyui_pipedit.loaders.safetensors_file import Entry, read_header
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 Damage = Callable[[Path], None]
@@ -249,3 +249,12 @@ def test_weight_dtypes_that_do_not_exist_are_refused_by_name() -> None:
         assert loaders.check_dtype(name) == name
     with pytest.raises(InvalidJob, match=r"'fp8' is not available here; allowed: default, bf16, .*nearest: "):
         loaders.check_dtype("fp8")
+
+
+def test_bytes_behind_the_last_tensor_are_named(whole: Path, tmp_path: Path) -> None:
+    """safetensors' own reader refuses such a file, but only in the rank that maps it."""
+    source = next((whole / "transformer").glob("*.safetensors"))
+    longer = tmp_path / "longer.safetensors"
+    longer.write_bytes(source.read_bytes() + b"xxxx")
+    with pytest.raises(LoadError, match=r"longer\.safetensors has 4 bytes more than its header says"):
+        read_header(longer)

@@ -105,7 +105,7 @@ def test_a_16_bit_network_keeps_named_modules_in_float32(halves: ModelFiles) -> 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"num_layers": 3}, "missing blocks.2"), ({"num_layers": 1}, "unknown blocks.1"),
-    ({"ffn_dim": 64}, r"blocks.0.ffn.net.0.proj.bias is \[128\] and its config.json says \[64\]"),
+    ({"ffn_dim": 64}, r"blocks.0.ffn.net.0.proj.bias is \[128\] and the network has \[64\]"),
 ])
 def test_weights_that_do_not_fit_their_config(files: ModelFiles, change: dict[str, int], said: str) -> None:
     class Changed(PlacedWeights):

@@ -272,6 +272,8 @@ def test_two_experts(folder: Path) -> None:
     assert files.transformer_low is not None and files.transformer_low.path == str(low) and files.boundary == 0.875
     with pytest.raises(LoadError, match="no two experts of one model: in_channels is 16 and 36"):
         loaders.combine(high, None, None, "mine", low=model_file(folder, "i2v-2.2"))
+    with pytest.raises(LoadError, match="no two experts of one model: image_dim is 24 and None"):
+        loaders.combine(model_file(folder, "i2v-2.1"), None, None, "mine", low=model_file(folder, "i2v-2.2"))
 
 
 def test_a_folder_with_two_experts(tmp_path: Path) -> None:
